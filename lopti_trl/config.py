@@ -1,0 +1,122 @@
+"""Our fields on top of `trl.GRPOConfig`, and the rules they must keep."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from trl import GRPOConfig
+
+
+@dataclass
+class LoptiGRPOConfig(GRPOConfig):
+    """`trl.GRPOConfig` with the token-probability methods, all off by default.
+
+    pi_old is the probability of a sampled token under the policy that made the rollout, at the
+    sampling temperature and by the training engine.
+
+    Raises:
+        ValueError: a field out of its range, or a combination that cannot work. The message names
+            the value, the rule and the fix.
+    """
+
+    ar_alpha: float = field(
+        default=0.0,
+        metadata={
+            "help": "Advantage Reweighting strength alpha, in [0, 1]: advantages are multiplied by "
+            "alpha * pi_old + 1 - alpha. 0 disables it; 0.3 is the published K&K recipe, 0.1 the "
+            "maths one."
+        },
+    )
+    lopti_eta: float | None = field(
+        default=None,
+        metadata={
+            "help": "Lopti threshold eta, in (0, 1): tokens with pi_old < eta train in a phase of "
+            "their own. None disables Lopti; 0.5 is the published recipe."
+        },
+    )
+    lopti_quantile: float | None = field(
+        default=None,
+        metadata={
+            "help": "Lopti threshold as a quantile, in (0, 1), of pi_old over all valid tokens of "
+            "the rollout batch and all processes, in place of lopti_eta."
+        },
+    )
+    lopti_order: Literal["low_first", "high_first"] = field(
+        default="low_first",
+        metadata={
+            "help": "Order of Lopti's phases. high_first is the paper's ablation, which collapses."
+        },
+    )
+    lopti_schedule: Literal["batch", "minibatch"] = field(
+        default="batch",
+        metadata={
+            "help": "batch: all optimizer steps of the first phase, then all of the second (the "
+            "official code). minibatch: first and second phase in turn, one optimizer step each."
+        },
+    )
+    prob_band: list[float] | None = field(
+        default=None,
+        metadata={
+            "help": "Ablation: two numbers, low and high, in [0, 1]; only tokens with "
+            "low < pi_old <= high get a gradient. Normalisers stay those of all tokens. None "
+            "disables it."
+        },
+    )
+
+    @property
+    def uses_ar(self) -> bool:
+        return self.ar_alpha != 0
+
+    @property
+    def uses_lopti(self) -> bool:
+        return self.lopti_eta is not None or self.lopti_quantile is not None
+
+    @property
+    def uses_token_probs(self) -> bool:
+        """Whether any method needs pi_old."""
+        return self.uses_ar or self.uses_lopti or self.prob_band is not None
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._check_ranges()
+        if self.uses_lopti:
+            self._check_phases()
+
+    def _check_ranges(self):
+        if not 0 <= self.ar_alpha <= 1:
+            raise ValueError(
+                f"ar_alpha={self.ar_alpha} is outside [0, 1], where the weight alpha * pi + "
+                "1 - alpha stays between 0 and 1. Use 0 to turn AR off, 0.1 to 0.3 as published."
+            )
+        if self.lopti_eta is not None and self.lopti_quantile is not None:
+            raise ValueError(
+                f"lopti_eta={self.lopti_eta} and lopti_quantile={self.lopti_quantile} both set the "
+                "threshold between the phases. Keep one and set the other to None."
+            )
+        for name in ("lopti_eta", "lopti_quantile"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1:
+                raise ValueError(
+                    f"{name}={value} is outside (0, 1): one phase would hold every token. Use a "
+                    "value in between (0.3 to 0.5 as published), or None to turn Lopti off."
+                )
+        for name in ("lopti_order", "lopti_schedule"):
+            value, choices = getattr(self, name), get_args(LoptiGRPOConfig.__annotations__[name])
+            if value not in choices:
+                raise ValueError(f"{name}={value!r} is unknown. Use one of {', '.join(choices)}.")
+        band = self.prob_band
+        if band is not None and not (len(band) == 2 and 0 <= band[0] < band[1] <= 1):
+            raise ValueError(
+                f"prob_band={band} is not two numbers low < high in [0, 1]. For the rarest quarter "
+                "of the probability range use [0, 0.25]; None keeps every token."
+            )
+
+    def _check_phases(self):
+        steps, accumulation = self.steps_per_generation, self.gradient_accumulation_steps
+        if steps % accumulation:
+            raise ValueError(
+                f"Lopti needs whole optimizer steps in each phase: steps_per_generation={steps} is "
+                f"not a multiple of gradient_accumulation_steps={accumulation}. Set "
+                f"steps_per_generation to {math.ceil(steps / accumulation) * accumulation}, or "
+                f"gradient_accumulation_steps to a divisor of {steps}."
+            )

@@ -1,0 +1,240 @@
+"""`LoptiGRPOTrainer`: when TRL's GRPO trainer calls the pure functions of weights and phases."""
+
+import copy
+import textwrap
+
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+
+from lopti_trl.config import LoptiGRPOConfig
+from lopti_trl.phases import (
+    MicroStep,
+    low_prob_mask,
+    phase_schedule,
+    prob_band_mask,
+    prob_quantile,
+)
+from lopti_trl.weights import ar_weights
+
+# loss types whose gradient vanishes outside a clip range; the others shape the ratio smoothly
+_CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo")
+
+
+class LoptiGRPOTrainer(GRPOTrainer):
+    """`trl.GRPOTrainer` with Advantage Reweighting [AR], Lopti and probability bands.
+
+    Takes the arguments of `GRPOTrainer`; `args` is a `LoptiGRPOConfig` (a plain `GRPOConfig` means
+    every method off). With every method off it trains to the same bits as `GRPOTrainer`.
+
+    [AR] multiplies the advantages by a token weight. [Lopti] sweeps the rollout buffer twice, as
+    `num_iterations=2` does: in each phase only that phase's tokens carry a gradient, while values,
+    ratios, clipping and normalisers stay those of all tokens, so that at fixed parameters the two
+    gradients add up to GRPO's. Source: arXiv 2505.12929.
+    """
+
+    _tag_names = ["trl", "grpo", "lopti"]  # noqa: RUF012 (TRL's own declaration)
+    _name = "Lopti GRPO"
+    _paper = {  # noqa: RUF012
+        "title": "Do Not Let Low-Probability Tokens Over-Dominate in RL for LLMs",
+        "id": "2505.12929",
+        "citation": textwrap.dedent("""\
+            @article{yang2025not,
+                title   = {{Do Not Let Low-Probability Tokens Over-Dominate in RL for LLMs}},
+                author  = {Zhihe Yang and Xufang Luo and Zilong Wang and Dongqi Han and
+                           Zhiyuan He and Dongsheng Li and Yunjian Xu},
+                year    = 2025,
+                journal = {arXiv preprint arXiv:2505.12929},
+            }"""),
+    }
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if not isinstance(self.args, LoptiGRPOConfig):
+            self.args = copy.copy(self.args)  # the caller's object stays a GRPOConfig
+            self.args.__class__ = LoptiGRPOConfig  # our fields read their class defaults: off
+        # What the policy's forward pass of one loss needs and leaves: see `_compute_loss`.
+        self._gradient_gate: Tensor | None = None
+        self._policy_logps: Tensor | None = None
+        if self.args.uses_lopti:
+            self.num_iterations *= 2  # two phases an iteration [Lopti]
+
+    # Rollout: once per rollout batch
+
+    def _generate_and_score_completions(self, inputs):
+        if not (self.model.training and self.args.uses_token_probs):
+            return super()._generate_and_score_completions(inputs)
+        # TRL leaves old_per_token_logps out when gradient_accumulation_steps is a multiple of
+        # steps_per_generation * num_iterations; a larger number of iterations never is.
+        num_iterations = self.num_iterations
+        self.num_iterations = num_iterations + self.args.gradient_accumulation_steps
+        try:
+            rollout = super()._generate_and_score_completions(inputs)
+        finally:
+            self.num_iterations = num_iterations
+        return {**rollout, **self._memberships(rollout)}
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        try:
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        except Exception as error:
+            functions = ", ".join(self.reward_func_names)
+            error.add_note(f"Raised while {functions} scored {len(completions)} completions.")
+            raise
+
+    def _memberships(self, rollout: dict) -> dict[str, Tensor]:
+        """Token sets that stay fixed over every pass of a rollout batch, (B, T) bool each."""
+        old_logps, mask = rollout["old_per_token_logps"], _valid_tokens(rollout)
+        memberships = {}
+        if self.args.uses_lopti:
+            eta = self.args.lopti_eta
+            if eta is None:
+                eta = prob_quantile(self._gather_probs(old_logps, mask), self.args.lopti_quantile)
+                self._log("lopti/eta", eta)
+            memberships["low_prob_mask"] = low_prob_mask(old_logps, mask, eta)
+            self._log("lopti/low_fraction", self._mean(memberships["low_prob_mask"], mask))
+        if self.args.prob_band is not None:
+            band = prob_band_mask(old_logps, mask, *self.args.prob_band)
+            memberships["prob_band_mask"] = band
+            self._log("prob_band/fraction", self._mean(band, mask))
+        if self.args.uses_ar:
+            self._log("ar/weight_mean", self._mean(self._token_weights(rollout), mask))
+        return memberships
+
+    def _gather_probs(self, old_logps: Tensor, mask: Tensor) -> Tensor:
+        """pi_old of the valid tokens of all processes, (N,)."""
+        no_token = 2.0  # no probability; ranks differ in length
+        probs = old_logps[mask.bool()].float().exp()
+        probs = self.accelerator.pad_across_processes(probs, dim=0, pad_index=no_token)
+        probs = self.accelerator.gather(probs)
+        return probs[probs != no_token]
+
+    # Update: once per micro-step
+
+    def _micro_step(self, steps_ago: int = 0) -> MicroStep:
+        """Slice and phase of the current micro-step [Lopti]; TRL counts them in `_step`."""
+        return phase_schedule(
+            self._step - steps_ago,
+            self.args.steps_per_generation,
+            self.args.gradient_accumulation_steps,
+            self.args.lopti_order,
+            self.args.lopti_schedule,
+        )
+
+    def _prepare_inputs(self, generation_batch):
+        inputs = super()._prepare_inputs(generation_batch)
+        if self.model.training and self.args.uses_lopti:
+            inputs = self._buffered_inputs[self._micro_step().slice_index]
+        return inputs
+
+    def training_step(self, model, inputs, num_items_in_batch):
+        sweep = self.args.steps_per_generation * self.num_iterations
+        # a count, not a mean: the latest value stands, as for TRL's num_tokens
+        self._metrics["train"]["rollout_batches"] = [self._step // sweep + 1]
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def _compute_loss(self, model, inputs):
+        if not (self.model.training and self.args.uses_token_probs):
+            return super()._compute_loss(model, inputs)
+        gate = self._trainable_tokens(inputs)
+        if self.args.uses_ar:
+            advantages = inputs["advantages"].unsqueeze(1) * self._token_weights(inputs)
+            inputs = {**inputs, "advantages": advantages}  # (B, T) [AR]
+        self._gradient_gate = gate
+        loss = super()._compute_loss(model, inputs)
+        if self.args.uses_lopti:
+            self._log_phase(inputs, gate, loss.detach())
+        return loss
+
+    def _token_weights(self, inputs: dict) -> Tensor:
+        """(B, T) factor on the advantages."""
+        return ar_weights(inputs["old_per_token_logps"].exp(), self.args.ar_alpha)
+
+    def _trainable_tokens(self, inputs: dict) -> Tensor:
+        """(B, T) bool: tokens that carry a gradient in this micro-step."""
+        trainable = _valid_tokens(inputs).bool()
+        if self.args.uses_lopti:
+            low = inputs["low_prob_mask"]
+            trainable = trainable & (low if self._micro_step().phase == "low" else ~low)
+        if self.args.prob_band is not None:
+            trainable = trainable & inputs["prob_band_mask"]
+        return trainable
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        gate, self._gradient_gate = self._gradient_gate, None
+        if gate is None:
+            return logps, entropies, aux_loss
+        self._policy_logps = logps.detach()
+        # [Lopti] the value stays, the gradient goes: ratios, clipping, KL and normalisers of every
+        # loss type are untouched, so that the phases' gradients add up to the whole one
+        logps = torch.where(gate, logps, logps.detach())
+        if entropies is not None:
+            entropies = torch.where(gate, entropies, entropies.detach())
+        if aux_loss is not None and self._is_second_phase:
+            aux_loss = aux_loss.detach()  # the router's loss has no tokens to split: it acts once
+        return logps, entropies, aux_loss
+
+    @property
+    def _is_second_phase(self) -> bool:
+        first = "low" if self.args.lopti_order == "low_first" else "high"
+        return self.args.uses_lopti and self._micro_step().phase != first
+
+    # Metrics
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if self.args.uses_lopti:
+            phase = self._micro_step(steps_ago=1).phase  # the counter has moved on already
+            self._log(f"lopti/{phase}/grad_norm", grad_norm)
+        return grad_norm
+
+    def _log_phase(self, inputs: dict, in_phase: Tensor, loss: Tensor):
+        """Log this micro-step under its phase: loss, and ratio and clipping of its own tokens."""
+        log_ratio = self._policy_logps - inputs["old_per_token_logps"]
+        if self.args.importance_sampling_level == "sequence":
+            mask = _valid_tokens(inputs)
+            log_ratio = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(
+                min=1
+            )
+        ratio = log_ratio.exp()
+        lowest, highest = 1 - self.epsilon_low, 1 + self.epsilon_high
+        if self.loss_type == "cispo":  # TRL caps the ratio itself, from above only
+            lowest, highest = 0.0, self.epsilon_high
+        advantages = inputs["advantages"].reshape(len(ratio), -1)
+        clipped = ((ratio < lowest) & (advantages < 0)) | ((ratio > highest) & (advantages > 0))
+        sums = torch.stack(
+            [
+                x.float()
+                for x in (
+                    (ratio * in_phase).sum(),
+                    (clipped * in_phase).sum(),
+                    in_phase.sum(),
+                    loss,
+                )
+            ]
+        )
+        ratio_sum, num_clipped, num_tokens, loss_sum = self.accelerator.reduce(sums).tolist()
+        prefix = f"lopti/{self._micro_step().phase}"
+        # the log averages over micro-steps, a step's loss is their sum
+        loss_of_step = loss_sum / self.accelerator.num_processes
+        self._log(f"{prefix}/loss", loss_of_step * self.current_gradient_accumulation_steps)
+        if num_tokens:
+            self._log(f"{prefix}/ratio_mean", ratio_sum / num_tokens)
+            if self.loss_type in _CLIPPED_LOSS_TYPES:
+                self._log(f"{prefix}/clip_ratio", num_clipped / num_tokens)
+
+    def _mean(self, values: Tensor, mask: Tensor) -> float:
+        """Mean of (B, T) values over the valid tokens of all processes."""
+        sums = torch.stack([(values * mask).sum().float(), mask.sum().float()])
+        total, count = self.accelerator.reduce(sums).tolist()
+        return total / max(count, 1)
+
+    def _log(self, name: str, value: Tensor | float):
+        self._metrics["train"][name].append(float(value))
+
+
+def _valid_tokens(inputs: dict) -> Tensor:
+    """(B, T): 1 on tokens that TRL's loss counts: not padding, not a tool's output."""
+    mask = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
