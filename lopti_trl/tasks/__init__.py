@@ -1,0 +1,1 @@
+"""Tasks: one file each, with its data, prompt and reward."""
