@@ -1,0 +1,46 @@
+# Everything runs in .venv, which `make install` builds. TORCH may name another build of torch.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+CONFIG ?= kk_tiny_cpu.yaml
+BIN := .venv/bin
+# tiny matrices: one thread is faster than two that wait for each other
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help install format lint test-fast test smoke train demo
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-10s %s\n", $$1, $$2}'
+
+install: .venv/installed  ## build .venv with everything for training and tests
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@
+
+format: install  ## rewrite the code in the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: install  ## check format, style and spelling
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/codespell
+
+test-fast: lint  ## tests of under three minutes
+	$(BIN)/python -m pytest -m "not slow"
+
+test: lint  ## every test
+	$(BIN)/python -m pytest
+
+smoke: install  ## two steps of the laptop recipe
+	$(BIN)/python scripts/train.py --config kk_tiny_cpu.yaml --max_steps 2 --test_puzzles 0 \
+		--output_dir outputs/smoke
+
+train: install  ## train CONFIG=<recipe>
+	$(BIN)/accelerate launch scripts/train.py --config $(CONFIG)
+
+demo: install  ## the laptop recipe: AR + Lopti on Knights-and-Knaves, on two CPU cores
+	$(BIN)/python scripts/train.py --config kk_tiny_cpu.yaml

@@ -1,0 +1,22 @@
+"""`lopti-trl VERB ...`: the commands of the package."""
+
+import sys
+
+
+def train(args: list[str]) -> None:
+    """Train on one YAML: --config FILE [--option value ...]."""
+    from lopti_trl.train import main, parse_args
+
+    main(*parse_args(args))
+
+
+VERBS = {"train": train}
+
+
+def main() -> None:
+    verb, *args = sys.argv[1:] or ["--help"]
+    if verb not in VERBS:
+        usage = "\n".join(f"  {name:10}{function.__doc__}" for name, function in VERBS.items())
+        print(f"usage: lopti-trl VERB [--help] ...\n\n{usage}")
+        sys.exit(0 if verb in ("-h", "--help") else 2)
+    VERBS[verb](args)

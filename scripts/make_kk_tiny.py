@@ -1,0 +1,230 @@
+"""Make the tiny model that ships with the package: lopti_trl/assets/kk-tiny.
+
+A Qwen2 of under 1 M parameters with a tokenizer of its own, warm-started on texts about generated
+2- and 3-person puzzles. As a pretrained model would, it knows two ways to answer: a careful one,
+that tries the cases until one fits, and a hasty one, that stops anywhere and guesses. Reinforcement
+learning then has something real to bring out. Run:
+
+    python scripts/make_kk_tiny.py
+"""
+
+import argparse
+import itertools
+import random
+from ast import literal_eval
+from collections.abc import Iterator, Sequence
+
+from datasets import Dataset, concatenate_datasets
+from tokenizers import AddedToken
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
+from trl import SFTConfig, SFTTrainer
+
+from lopti_trl.evaluation import accuracy_by_size, correct_by_size
+from lopti_trl.tasks import kk
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CONNECTIVES = {"and": "and", "or": "or", "->": "implies", "<=>": "equals"}
+TRUTH = {True: "true", False: "false"}
+ROLE = {True: "knight", False: "knave"}
+
+
+def holds(statement: tuple, assignment: Sequence[bool]) -> bool:
+    kind, *parts = statement
+    if kind in ("telling-truth", "lying"):
+        return assignment[parts[0]] == (kind == "telling-truth")
+    values = [holds(part, assignment) for part in parts]
+    match kind:
+        case "not":
+            return not values[0]
+        case "and":
+            return all(values)
+        case "or":
+            return any(values)
+        case "->":
+            return not values[0] or values[1]
+        case "<=>":
+            return values[0] == values[1]
+
+
+def spoken_truth(statement: tuple, assignment: Sequence[bool]) -> str:
+    """ "true and false": what each part of a claim amounts to in a case."""
+    kind, *parts = statement
+    if kind not in CONNECTIVES:
+        return TRUTH[holds(statement, assignment)]
+    return f" {CONNECTIVES[kind]} ".join(TRUTH[holds(part, assignment)] for part in parts)
+
+
+def completion(
+    names: Sequence[str],
+    statements: Sequence[tuple],
+    rng: random.Random,
+    haste: tuple[float, float],
+) -> str:
+    """A solution text after the opened <think>: cases are tried until one fits.
+
+    haste: the chance to stop and guess before the first case, and before each later one.
+    """
+    cases = list(itertools.product((True, False), repeat=len(names)))
+    if rng.random() < 0.5:
+        cases.reverse()
+    assume = rng.choice(("Assume", "Suppose"))
+    verb = rng.choice(("check", "examine", "verify", "analyze"))
+    text = f" Let me {verb} each {rng.choice(('claim', 'statement'))}."
+    for number, case in enumerate(cases):
+        if rng.random() < haste[number > 0]:
+            answer = rng.choice(cases[number:])
+            text = (text if number else "") + rng.choice(
+                (" So it must be clear.", " Thus it must be clear.")
+            )
+            break
+        roles = " ".join(f"{name} {ROLE[r]}" for name, r in zip(names, case, strict=True))
+        text += f" {assume} {roles}."
+        fits = True
+        for name, statement, role in zip(names, statements, case, strict=True):
+            fits = holds(statement, case) == role
+            verdict = "fits" if fits else "contradiction"
+            text += f" {name} {spoken_truth(statement, case)} {verdict}."
+            if not fits:
+                break
+        if fits:
+            answer = case
+            text += " Therefore all fits."
+            break
+    lines = "\n".join(
+        f"({i}) {name} is a {ROLE[role]}"
+        for i, (name, role) in enumerate(zip(names, answer, strict=True), 1)
+    )
+    return f"{text}</think>\n<answer>{lines}</answer>"
+
+
+def puzzles(num_three_people: int) -> Dataset:
+    """Train-split puzzles: all 2-person ones in several wordings, and 3-person ones."""
+    two = [kk.generate_puzzles(2, 75, seed) for seed in range(num_three_people // 300)]
+    return concatenate_datasets([*two, kk.generate_puzzles(3, num_three_people, seed=0)])
+
+
+def texts(
+    rows: Dataset, tokenizer: Qwen2Tokenizer, num_texts: int, haste: tuple[float, float], seed: int
+) -> Iterator[dict[str, str]]:
+    rng = random.Random(seed)
+    order = list(range(len(rows)))
+    for i in range(num_texts):
+        if i % len(order) == 0:
+            rng.shuffle(order)
+        row = rows[order[i % len(order)]]
+        statements = literal_eval(row["statements"])
+        yield {
+            "prompt": kk.build_prompt(row["quiz"], tokenizer),
+            "completion": completion(row["names"], statements, rng, haste),
+        }
+
+
+def make_tokenizer(rows: Dataset, vocab_size: int) -> Qwen2Tokenizer:
+    """Qwen2's own byte-level BPE, trained so that the puzzles' words are one token each.
+
+    Fixed sentences are one token each too: prompts are short, their text is the usual one.
+    """
+    rng = random.Random(0)
+    corpus = [f"system user assistant {row['quiz']}" for row in rows] + [
+        completion(row["names"], literal_eval(row["statements"]), rng, haste)
+        for row in rows
+        for haste in ((0.0, 0.0), (1.0, 1.0))
+    ]
+    tokenizer = Qwen2Tokenizer().train_new_from_iterator(corpus, vocab_size)
+    tokenizer.add_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", "<|im_end|>")],
+    )
+    fixed = (kk.SYSTEM_PROMPT, f"{kk.INTRODUCTION} You meet", kk.QUESTION)
+    tags = ("<think>", "</think>", "<answer>", "</answer>")
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*fixed, *tags)])
+    tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.padding_side = "left"
+    return tokenizer
+
+
+def make_model(tokenizer: Qwen2Tokenizer, args: argparse.Namespace) -> Qwen2ForCausalLM:
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=args.width,
+        intermediate_size=3 * args.width,
+        num_hidden_layers=args.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def warm_start(model, tokenizer, dataset: Dataset, learning_rate: float, args) -> None:
+    config = SFTConfig(
+        output_dir=f"{args.output}-checkpoints",
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=25,
+        learning_rate=learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=50,
+        weight_decay=0.01,
+        per_device_train_batch_size=64,
+        num_train_epochs=1,
+        max_length=512,
+        train_sampling_strategy="group_by_length",
+        activation_checkpointing=False,
+        dataset_num_proc=1,
+        seed=args.seed,
+    )
+    SFTTrainer(model, config, train_dataset=dataset, processing_class=tokenizer).train()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", default="lopti_trl/assets/kk-tiny")
+    parser.add_argument("--careful_steps", type=int, default=2000)
+    parser.add_argument("--mixed_steps", type=int, default=150)
+    parser.add_argument("--learning_rate", type=float, default=2e-3)
+    parser.add_argument("--haste", type=float, nargs=2, default=(0.6, 0.15))
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocab_size", type=int, default=760)
+    parser.add_argument("--num_puzzles", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    set_seed(args.seed)
+    rows = puzzles(args.num_puzzles)
+    tokenizer = make_tokenizer(rows, args.vocab_size)
+    model = make_model(tokenizer, args)
+    print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, {len(rows)} puzzles")
+    held_out = concatenate_datasets(
+        [
+            kk.load_puzzles("generated", "test", [size], count, 1, tokenizer)
+            for size, count in ((2, 20), (3, 200))
+        ]
+    )
+    for steps, haste, learning_rate in (
+        (args.careful_steps, (0.0, 0.0), args.learning_rate),
+        (args.mixed_steps, tuple(args.haste), args.learning_rate / 4),
+    ):
+        generated = texts(rows, tokenizer, 64 * steps, haste, args.seed)
+        warm_start(model, tokenizer, Dataset.from_list(list(generated)), learning_rate, args)
+        for temperature in (0.0, 1.0):
+            correct = correct_by_size(model, tokenizer, held_out, 256, temperature)
+            print(f"haste {haste}, temperature {temperature}: {accuracy_by_size(correct)}")
+        model.save_pretrained(args.output)
+        tokenizer.save_pretrained(args.output)
+
+
+if __name__ == "__main__":
+    main()
