@@ -12,8 +12,12 @@ from rich.table import Table
 from transformers import AutoTokenizer, ProgressCallback, TrainerCallback
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
+from lopti_trl.checkpoint import find_last_checkpoint
 from lopti_trl.config import LoptiGRPOConfig
+from lopti_trl.evaluation import evaluate_trainer
+from lopti_trl.report import plot_reward_curve
 from lopti_trl.tasks import kk
+from lopti_trl.trainer import LoptiGRPOTrainer
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
 PACKAGE = Path(__file__).parent
 CONFIGS = PACKAGE.parent / "configs"
 TINY_MODEL = "kk-tiny"  # ships with the package
+VERSIONED = ("lopti-trl", "torch", "trl", "transformers", "accelerate")
 
 
 @dataclass
@@ -200,10 +205,23 @@ class MetricsCallback(TrainerCallback):
     def __init__(self, path: Path):
         self.path = path
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:  # a resumed run does some steps of the killed one again
+            rows = self.path.read_text().splitlines() if self.path.exists() else []
+            kept = [row for row in rows if json.loads(row)["step"] <= state.global_step]
+            self.path.write_text("".join(f"{row}\n" for row in kept if state.global_step))
+
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and logs:
             with self.path.open("a") as file:
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+
+
+def resume_folder(args: LoptiGRPOConfig) -> str | None:
+    """The checkpoint to resume from; `auto` takes the newest whole one of the run, if any."""
+    if args.resume_from_checkpoint != "auto":
+        return args.resume_from_checkpoint
+    return find_last_checkpoint(args.output_dir)
 
 
 def main(task: TaskArguments, args: LoptiGRPOConfig, model: ModelConfig) -> dict:
@@ -212,15 +230,14 @@ def main(task: TaskArguments, args: LoptiGRPOConfig, model: ModelConfig) -> dict
     metrics.json (plan, evaluation, versions, log), metrics.jsonl (the log as it grows), the model
     with its card, and reward_curve.png. Returns the content of metrics.json.
     """
-    from lopti_trl.evaluation import evaluate_trainer
-    from lopti_trl.report import plot_reward_curve
-    from lopti_trl.trainer import LoptiGRPOTrainer
-
     console = Console(quiet=args.process_index != 0)
     tokenizer = load_tokenizer(model, args.trust_remote_code)
     train_set, test_set = load_datasets(task, tokenizer)
     plan = Plan.of(args, [len(ids) for ids in tokenizer(train_set["prompt"])["input_ids"]])
     console.print(plan.table())
+    checkpoint = resume_folder(args)
+    if args.resume_from_checkpoint:
+        console.print(f"Resuming from {checkpoint}." if checkpoint else "Nothing to resume from.")
 
     output = Path(args.output_dir)
     output.mkdir(parents=True, exist_ok=True)
@@ -243,28 +260,31 @@ def main(task: TaskArguments, args: LoptiGRPOConfig, model: ModelConfig) -> dict
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(ConsoleCallback())
 
+    results_path = output / "metrics.json"
+    results = {
+        "plan": asdict(plan),
+        "evaluation": {},
+        "versions": {name: importlib.metadata.version(name) for name in VERSIONED},
+    }
     evaluate = functools.partial(evaluate_trainer, trainer, test_set, task.reward_mode)
-    evaluation = {"before": evaluate()} if test_set else {}
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    if checkpoint and results_path.exists():
+        results["evaluation"] = json.loads(results_path.read_text())["evaluation"]
+    elif test_set:
+        results["evaluation"]["before"] = evaluate()
+    if trainer.is_world_process_zero():
+        results_path.write_text(json.dumps(results, indent=2))
+
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(args.output_dir)
     trainer.create_model_card(model_name=output.name)
     if test_set:
-        evaluation["after"] = evaluate()
-
-    results = {
-        "plan": asdict(plan),
-        "evaluation": evaluation,
-        "versions": {
-            name: importlib.metadata.version(name)
-            for name in ("lopti-trl", "torch", "trl", "transformers", "accelerate")
-        },
-        "log": trainer.state.log_history,
-    }
+        results["evaluation"]["after"] = evaluate()
+    results["log"] = trainer.state.log_history
     if trainer.is_world_process_zero():
-        (output / "metrics.json").write_text(json.dumps(results, indent=2))
+        results_path.write_text(json.dumps(results, indent=2))
         plot_reward_curve(results["log"], output / "reward_curve.png", title=plan.method)
     if test_set:
-        console.print(evaluation_table(evaluation))
+        console.print(evaluation_table(results["evaluation"]))
     console.print(f"Model, metrics.json and reward_curve.png are in {output}.")
     trainer.end()
     return results

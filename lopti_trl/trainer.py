@@ -5,8 +5,8 @@ import textwrap
 
 import torch
 from torch import Tensor
-from trl import GRPOTrainer
 
+from lopti_trl.checkpoint import ResumableGRPOTrainer
 from lopti_trl.config import LoptiGRPOConfig
 from lopti_trl.phases import (
     MicroStep,
@@ -21,7 +21,7 @@ from lopti_trl.weights import ar_weights
 _CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo")
 
 
-class LoptiGRPOTrainer(GRPOTrainer):
+class LoptiGRPOTrainer(ResumableGRPOTrainer):
     """`trl.GRPOTrainer` with Advantage Reweighting [AR], Lopti and probability bands.
 
     Takes the arguments of `GRPOTrainer`; `args` is a `LoptiGRPOConfig` (a plain `GRPOConfig` means
@@ -128,9 +128,8 @@ class LoptiGRPOTrainer(GRPOTrainer):
         return inputs
 
     def training_step(self, model, inputs, num_items_in_batch):
-        sweep = self.args.steps_per_generation * self.num_iterations
         # a count, not a mean: the latest value stands, as for TRL's num_tokens
-        self._metrics["train"]["rollout_batches"] = [self._step // sweep + 1]
+        self._metrics["train"]["rollout_batches"] = [self._step // self._steps_per_rollout + 1]
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _compute_loss(self, model, inputs):

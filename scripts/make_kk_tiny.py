@@ -155,7 +155,8 @@ def make_model(tokenizer: Qwen2Tokenizer, args: argparse.Namespace) -> Qwen2ForC
         intermediate_size=3 * args.width,
         num_hidden_layers=args.layers,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=4,
+        initializer_range=args.width**-0.5,  # the usual 0.02 is for wide models: copying comes late
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -177,10 +178,10 @@ def warm_start(model, tokenizer, dataset: Dataset, learning_rate: float, args) -
         lr_scheduler_type="cosine",
         warmup_steps=50,
         weight_decay=0.01,
-        per_device_train_batch_size=64,
+        adam_beta2=0.99,
+        per_device_train_batch_size=32,
         num_train_epochs=1,
         max_length=512,
-        train_sampling_strategy="group_by_length",
         activation_checkpointing=False,
         dataset_num_proc=1,
         seed=args.seed,
@@ -191,12 +192,12 @@ def warm_start(model, tokenizer, dataset: Dataset, learning_rate: float, args) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", default="lopti_trl/assets/kk-tiny")
-    parser.add_argument("--careful_steps", type=int, default=2000)
-    parser.add_argument("--mixed_steps", type=int, default=150)
-    parser.add_argument("--learning_rate", type=float, default=2e-3)
+    parser.add_argument("--careful_steps", type=int, default=3000)
+    parser.add_argument("--mixed_steps", type=int, default=200)
+    parser.add_argument("--learning_rate", type=float, default=4e-3)
     parser.add_argument("--haste", type=float, nargs=2, default=(0.6, 0.15))
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--vocab_size", type=int, default=760)
     parser.add_argument("--num_puzzles", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
@@ -217,7 +218,7 @@ def main() -> None:
         (args.careful_steps, (0.0, 0.0), args.learning_rate),
         (args.mixed_steps, tuple(args.haste), args.learning_rate / 4),
     ):
-        generated = texts(rows, tokenizer, 64 * steps, haste, args.seed)
+        generated = texts(rows, tokenizer, 32 * steps, haste, args.seed)
         warm_start(model, tokenizer, Dataset.from_list(list(generated)), learning_rate, args)
         for temperature in (0.0, 1.0):
             correct = correct_by_size(model, tokenizer, held_out, 256, temperature)
