@@ -6,6 +6,8 @@ from typing import Literal, get_args
 
 from trl import GRPOConfig
 
+TRICKS = ("trim", "balance", "skip", "cut", "project")
+
 
 @dataclass
 class LoptiGRPOConfig(GRPOConfig):
@@ -63,6 +65,88 @@ class LoptiGRPOConfig(GRPOConfig):
         },
     )
 
+    update_trim: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Cut a micro-batch to its own longest prompt and completion. This and the "
+            "other update_ options keep every gradient as it is; None turns them on where that "
+            "holds, if a method is on."
+        },
+    )
+    update_balance: bool | None = field(
+        default=None,
+        metadata={"help": "Sort an optimizer step's rows into micro-batches of like lengths."},
+    )
+    update_skip: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Leave out rows without a gradient: zero advantage (if there is no KL term), "
+            "or no token in the phase."
+        },
+    )
+    update_cut: bool | None = field(
+        default=None,
+        metadata={"help": "Cut a row after its last token with a gradient."},
+    )
+    update_project: bool | None = field(
+        default=None,
+        metadata={"help": "Apply the LM head only to tokens with a gradient."},
+    )
+
+    @property
+    def update_tricks(self) -> frozenset[str]:
+        """Names of the update_ options in force."""
+        inexact = self._inexact_tricks()
+        flags = {name: getattr(self, f"update_{name}") for name in TRICKS}
+        chosen = {
+            name: self.uses_token_probs and name not in inexact if flag is None else flag
+            for name, flag in flags.items()
+        }
+        return frozenset(name for name in TRICKS if chosen[name])
+
+    def _inexact_tricks(self) -> dict[str, str]:
+        """Which update_ options would change a gradient, and why."""
+        regrouping = ("balance", "skip", "cut")
+        whole_rows = ("cut", "project")
+        rules = (
+            (
+                self.steps_per_generation % self.gradient_accumulation_steps != 0,
+                TRICKS,
+                "optimizer steps span rollout batches",
+            ),
+            (
+                self.importance_sampling_level == "sequence" or self.loss_type == "vespo",
+                whole_rows,
+                "the ratio of a sequence needs all its tokens",
+            ),
+            (
+                self.off_policy_mask_threshold is not None,
+                whole_rows,
+                "the off-policy mask of a sequence needs all its tokens",
+            ),
+            (
+                self.loss_type in ("grpo", "sapo"),
+                ("cut",),
+                f"loss_type={self.loss_type} divides by a row's number of tokens",
+            ),
+            (
+                self.loss_type == "bnpo",
+                regrouping,
+                "loss_type=bnpo divides by the micro-batch's number of tokens",
+            ),
+            (
+                self.top_entropy_quantile < 1,
+                (*regrouping, "project"),
+                "the entropy quantile is taken over the micro-batch",
+            ),
+            (
+                self.entropy_coef != 0 or self.use_adaptive_entropy,
+                (*regrouping, "project"),
+                "the entropy bonus is a mean over the micro-batch",
+            ),
+        )
+        return {name: reason for holds, names, reason in rules if holds for name in names}
+
     @property
     def uses_ar(self) -> bool:
         return self.ar_alpha != 0
@@ -81,6 +165,11 @@ class LoptiGRPOConfig(GRPOConfig):
         self._check_ranges()
         if self.uses_lopti:
             self._check_phases()
+        for name, reason in self._inexact_tricks().items():
+            if getattr(self, f"update_{name}"):
+                raise ValueError(
+                    f"update_{name}=True would change the gradient here: {reason}. Leave it unset."
+                )
 
     def _check_ranges(self):
         if not 0 <= self.ar_alpha <= 1:

@@ -1,9 +1,14 @@
 """`LoptiGRPOTrainer`: when TRL's GRPO trainer calls the pure functions of weights and phases."""
 
 import copy
+import functools
+import inspect
 import textwrap
+from collections import defaultdict
+from typing import NamedTuple
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import Tensor
 
 from lopti_trl.checkpoint import ResumableGRPOTrainer
@@ -15,10 +20,28 @@ from lopti_trl.phases import (
     prob_band_mask,
     prob_quantile,
 )
+from lopti_trl.update import (
+    Layout,
+    at_positions,
+    concatenate,
+    lay_out,
+    only_where,
+    take,
+)
 from lopti_trl.weights import ar_weights
 
 # loss types whose gradient vanishes outside a clip range; the others shape the ratio smoothly
+# loss types that average over the rows of a micro-batch
+_ROW_MEAN_LOSS_TYPES = ("grpo", "sapo", "dr_grpo", "luspo")
 _CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo")
+
+
+class Scored(NamedTuple):
+    """What the policy's forward pass of a micro-step left for the metrics, all (B, T)."""
+
+    gate: Tensor  # bool: tokens with a gradient
+    logps: Tensor
+    entropies: Tensor
 
 
 class LoptiGRPOTrainer(ResumableGRPOTrainer):
@@ -55,7 +78,9 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
             self.args.__class__ = LoptiGRPOConfig  # our fields read their class defaults: off
         # What the policy's forward pass of one loss needs and leaves: see `_compute_loss`.
         self._gradient_gate: Tensor | None = None
-        self._policy_logps: Tensor | None = None
+        self._frozen_logps: Tensor | None = None
+        self._position_offset = 0
+        self._scored: Scored | None = None
         if self.args.uses_lopti:
             self.num_iterations *= 2  # two phases an iteration [Lopti]
 
@@ -123,9 +148,77 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
 
     def _prepare_inputs(self, generation_batch):
         inputs = super()._prepare_inputs(generation_batch)
-        if self.model.training and self.args.uses_lopti:
-            inputs = self._buffered_inputs[self._micro_step().slice_index]
+        if not self.model.training:
+            return inputs
+        first = self._step % self.args.steps_per_generation
+        if self.args.uses_lopti:
+            first = self._micro_step().slice_index
+            inputs = self._buffered_inputs[first]
+        if self._tricks and "num_images" not in inputs:
+            position = self._step % self.args.gradient_accumulation_steps
+            if position == 0:
+                last = first + self.args.gradient_accumulation_steps
+                self._micro_batches = self._lay_out(concatenate(self._buffered_inputs[first:last]))
+            inputs = self._micro_batches[position]
         return inputs
+
+    @functools.cached_property
+    def _tricks(self) -> frozenset[str]:
+        """The update_ options in force."""
+        tricks = self.args.update_tricks
+        if self.aux_loss_enabled:  # a mean over the tokens of the micro-batch
+            tricks -= {"balance", "skip", "cut"}
+        model = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            tricks -= {"trim"}  # a recurrent model sees the padding on the left
+        return tricks
+
+    def _lay_out(self, rows: dict) -> list[dict]:
+        """The micro-batches of an optimizer step over these rows."""
+        trainable = self._trainable_tokens(rows)
+        layouts = lay_out(
+            rows["prompt_mask"],
+            rows["completion_mask"],
+            trainable,
+            (rows["advantages"] == 0) & (self.beta == 0),
+            self.args.gradient_accumulation_steps,
+            balance="balance" in self._tricks,
+            skip="skip" in self._tricks,
+            cut="cut" in self._tricks,
+        )
+        num_rows = self._log_savings(rows, trainable, layouts)
+        heights = torch.tensor([len(layout.rows) for layout in layouts], device=trainable.device)
+        heights = self.accelerator.gather(heights).view(-1, len(layouts)).amax(0).clamp(min=1)
+        return [
+            take(rows, layout, "trim" in self._tricks, height)
+            | {
+                # TRL takes a mean over the rows it is given
+                "row_share": height / self.args.per_device_train_batch_size,
+                "is_empty": not count,
+            }
+            for layout, count, height in zip(layouts, num_rows, heights.tolist(), strict=True)
+        ]
+
+    def _log_savings(self, rows: dict, trainable: Tensor, layouts: list[Layout]) -> list[float]:
+        """Log what the layout saves. Returns the rows in each micro-batch, of all processes."""
+        valid = _valid_tokens(rows)
+        scored = trainable if "project" in self._tricks else valid
+        sums = [
+            *(len(layout.rows) for layout in layouts),
+            len(valid),
+            sum(layout.num_tokens for layout in layouts),
+            sum(layout.num_useful for layout in layouts),
+            sum(scored[layout.rows].sum() for layout in layouts),
+            valid.sum(),
+        ]
+        sums = torch.tensor(sums, dtype=torch.float, device=valid.device)
+        *num_rows, total, computed, useful, projected, valid = self.accelerator.reduce(
+            sums
+        ).tolist()
+        self._log("update/rows_skipped", 1 - sum(num_rows) / total)
+        self._log("update/padding_fraction", 1 - useful / max(computed, 1))
+        self._log("update/tokens_projected", projected / max(valid, 1))
+        return num_rows
 
     def training_step(self, model, inputs, num_items_in_batch):
         # a count, not a mean: the latest value stands, as for TRL's num_tokens
@@ -133,16 +226,22 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _compute_loss(self, model, inputs):
-        if not (self.model.training and self.args.uses_token_probs):
+        if not (self.model.training and (self.args.uses_token_probs or self._tricks)):
             return super()._compute_loss(model, inputs)
-        gate = self._trainable_tokens(inputs)
         if self.args.uses_ar:
             advantages = inputs["advantages"].unsqueeze(1) * self._token_weights(inputs)
             inputs = {**inputs, "advantages": advantages}  # (B, T) [AR]
-        self._gradient_gate = gate
+        self._gradient_gate = self._trainable_tokens(inputs)
+        self._frozen_logps = inputs.get("old_per_token_logps")
+        self._position_offset = inputs.get("position_offset", 0)
+        metrics = {name: list(values) for name, values in self._metrics["train"].items()}
         loss = super()._compute_loss(model, inputs)
-        if self.args.uses_lopti:
-            self._log_phase(inputs, gate, loss.detach())
+        if self.loss_type in _ROW_MEAN_LOSS_TYPES:
+            loss = loss * inputs.get("row_share", 1.0)
+        if inputs.get("is_empty"):  # no row of any process: there is nothing to average
+            self._metrics["train"] = defaultdict(list, metrics)
+        if self.args.uses_token_probs:
+            self._log_scored(inputs, loss.detach())
         return loss
 
     def _token_weights(self, inputs: dict) -> Tensor:
@@ -159,17 +258,25 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
             trainable = trainable & inputs["prob_band_mask"]
         return trainable
 
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        score = super()._get_per_token_logps_and_entropies
         gate, self._gradient_gate = self._gradient_gate, None
         if gate is None:
-            return logps, entropies, aux_loss
-        self._policy_logps = logps.detach()
+            return score(model, *args, **kwargs)
+        if self._position_offset:
+            model = at_positions(self._position_offset, model)
+        project = "project" in self._tricks
+        if project:
+            model = only_where(gate, model)
+        logps, entropies, aux_loss = score(model, *args, **kwargs)
+        self._scored = Scored(gate, logps.detach(), entropies.detach())
         # [Lopti] the value stays, the gradient goes: ratios, clipping, KL and normalisers of every
         # loss type are untouched, so that the phases' gradients add up to the whole one
-        logps = torch.where(gate, logps, logps.detach())
-        if entropies is not None:
-            entropies = torch.where(gate, entropies, entropies.detach())
+        frozen = (
+            self._frozen_logps if project and self._frozen_logps is not None else logps.detach()
+        )
+        logps = torch.where(gate, logps, frozen)
+        entropies = torch.where(gate, entropies, entropies.detach())
         if aux_loss is not None and self._is_second_phase:
             aux_loss = aux_loss.detach()  # the router's loss has no tokens to split: it acts once
         return logps, entropies, aux_loss
@@ -188,9 +295,10 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
             self._log(f"lopti/{phase}/grad_norm", grad_norm)
         return grad_norm
 
-    def _log_phase(self, inputs: dict, in_phase: Tensor, loss: Tensor):
-        """Log this micro-step under its phase: loss, and ratio and clipping of its own tokens."""
-        log_ratio = self._policy_logps - inputs["old_per_token_logps"]
+    def _log_scored(self, inputs: dict, loss: Tensor):
+        """Log this micro-step's phase: loss, and ratio, clipping and entropy of its own tokens."""
+        in_phase, logps, entropies = self._scored
+        log_ratio = logps - inputs["old_per_token_logps"]
         if self.args.importance_sampling_level == "sequence":
             mask = _valid_tokens(inputs)
             log_ratio = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(
@@ -202,26 +310,23 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
             lowest, highest = 0.0, self.epsilon_high
         advantages = inputs["advantages"].reshape(len(ratio), -1)
         clipped = ((ratio < lowest) & (advantages < 0)) | ((ratio > highest) & (advantages > 0))
-        sums = torch.stack(
-            [
-                x.float()
-                for x in (
-                    (ratio * in_phase).sum(),
-                    (clipped * in_phase).sum(),
-                    in_phase.sum(),
-                    loss,
-                )
-            ]
-        )
-        ratio_sum, num_clipped, num_tokens, loss_sum = self.accelerator.reduce(sums).tolist()
+        values = (ratio, clipped, entropies, torch.ones_like(entropies))
+        sums = torch.stack([*((value * in_phase).sum().float() for value in values), loss.float()])
+        *sums, num_tokens, loss_sum = self.accelerator.reduce(sums).tolist()
+        ratio_mean, clip_ratio, entropy = (value / max(num_tokens, 1) for value in sums)
+        if num_tokens and "project" in self._tricks:
+            self._metrics["train"]["entropy"][-1] = entropy  # TRL counted the others as zeros
+        if not self.args.uses_lopti:
+            return
         prefix = f"lopti/{self._micro_step().phase}"
         # the log averages over micro-steps, a step's loss is their sum
         loss_of_step = loss_sum / self.accelerator.num_processes
         self._log(f"{prefix}/loss", loss_of_step * self.current_gradient_accumulation_steps)
         if num_tokens:
-            self._log(f"{prefix}/ratio_mean", ratio_sum / num_tokens)
+            self._log(f"{prefix}/ratio_mean", ratio_mean)
+            self._log(f"{prefix}/entropy", entropy)
             if self.loss_type in _CLIPPED_LOSS_TYPES:
-                self._log(f"{prefix}/clip_ratio", num_clipped / num_tokens)
+                self._log(f"{prefix}/clip_ratio", clip_ratio)
 
     def _mean(self, values: Tensor, mask: Tensor) -> float:
         """Mean of (B, T) values over the valid tokens of all processes."""

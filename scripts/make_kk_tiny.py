@@ -51,12 +51,14 @@ def holds(statement: tuple, assignment: Sequence[bool]) -> bool:
             return values[0] == values[1]
 
 
-def spoken_truth(statement: tuple, assignment: Sequence[bool]) -> str:
-    """ "true and false": what each part of a claim amounts to in a case."""
+def check(statement: tuple, names: Sequence[str], case: Sequence[bool]) -> str:
+    """ "Zoey knave true and Luke knight false": each part of a claim, and its truth in a case."""
     kind, *parts = statement
-    if kind not in CONNECTIVES:
-        return TRUTH[holds(statement, assignment)]
-    return f" {CONNECTIVES[kind]} ".join(TRUTH[holds(part, assignment)] for part in parts)
+    if kind in CONNECTIVES:
+        return f" {CONNECTIVES[kind]} ".join(check(part, names, case) for part in parts)
+    (role, person) = parts[0] if kind == "not" else statement
+    claimed = (role == "telling-truth") != (kind == "not")
+    return f"{names[person]} {ROLE[claimed]} {TRUTH[case[person] == claimed]}"
 
 
 def completion(
@@ -88,7 +90,7 @@ def completion(
         for name, statement, role in zip(names, statements, case, strict=True):
             fits = holds(statement, case) == role
             verdict = "fits" if fits else "contradiction"
-            text += f" {name} {spoken_truth(statement, case)} {verdict}."
+            text += f" {name} says {check(statement, names, case)} {verdict}."
             if not fits:
                 break
         if fits:
@@ -192,7 +194,7 @@ def warm_start(model, tokenizer, dataset: Dataset, learning_rate: float, args) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", default="lopti_trl/assets/kk-tiny")
-    parser.add_argument("--careful_steps", type=int, default=3000)
+    parser.add_argument("--careful_steps", type=int, default=2500)
     parser.add_argument("--mixed_steps", type=int, default=200)
     parser.add_argument("--learning_rate", type=float, default=4e-3)
     parser.add_argument("--haste", type=float, nargs=2, default=(0.6, 0.15))
@@ -215,13 +217,13 @@ def main() -> None:
         ]
     )
     for steps, haste, learning_rate in (
-        (args.careful_steps, (0.0, 0.0), args.learning_rate),
+        (args.careful_steps, (0.1, 0.02), args.learning_rate),
         (args.mixed_steps, tuple(args.haste), args.learning_rate / 4),
     ):
         generated = texts(rows, tokenizer, 32 * steps, haste, args.seed)
         warm_start(model, tokenizer, Dataset.from_list(list(generated)), learning_rate, args)
         for temperature in (0.0, 1.0):
-            correct = correct_by_size(model, tokenizer, held_out, 256, temperature)
+            correct = correct_by_size(model, tokenizer, held_out, 320, temperature)
             print(f"haste {haste}, temperature {temperature}: {accuracy_by_size(correct)}")
         model.save_pretrained(args.output)
         tokenizer.save_pretrained(args.output)

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM,
 from trl import GRPOConfig, GRPOTrainer
 
 from lopti_trl import LoptiGRPOConfig, LoptiGRPOTrainer
+from lopti_trl.config import TRICKS
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
@@ -26,9 +27,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-@pytest.fixture(scope="session")
-def model_dir(tokenizer, tmp_path_factory) -> str:
-    """Saved random Qwen2 whose sampled tokens spread over all probabilities."""
+def save_random_model(path, tokenizer, initializer_range: float) -> str:
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=32,
@@ -36,15 +35,20 @@ def model_dir(tokenizer, tmp_path_factory) -> str:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        initializer_range=0.3,
+        initializer_range=initializer_range,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
     set_seed(0)
-    path = str(tmp_path_factory.mktemp("model"))
     Qwen2ForCausalLM(config).save_pretrained(path)
-    return path
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tokenizer, tmp_path_factory) -> str:
+    """Saved random Qwen2 whose sampled tokens spread over all probabilities."""
+    return save_random_model(tmp_path_factory.mktemp("model"), tokenizer, initializer_range=0.3)
 
 
 def letters_reward(completion_ids, **kwargs) -> list[float]:
@@ -60,7 +64,12 @@ def make_trainer(model_dir, tokenizer, tmp_path):
     """Build a trainer on CPU: `make_trainer(GRPOTrainer, beta=0.04)`; 8 completions a rollout."""
 
     def make(
-        trainer_class=LoptiGRPOTrainer, model=model_dir, callbacks=(), peft_config=None, **args
+        trainer_class=LoptiGRPOTrainer,
+        model=model_dir,
+        callbacks=(),
+        peft_config=None,
+        tricks=False,
+        **args,
     ):
         defaults = {
             "output_dir": str(tmp_path / "out"),
@@ -81,7 +90,11 @@ def make_trainer(model_dir, tokenizer, tmp_path):
             "activation_checkpointing": False,
             "seed": 1,
         }
-        config_class = GRPOConfig if trainer_class is GRPOTrainer else LoptiGRPOConfig
+        config_class = GRPOConfig
+        if trainer_class is not GRPOTrainer:
+            config_class = LoptiGRPOConfig
+            # stock micro-batches, unless a test asks for others (test_update.py does)
+            defaults |= {f"update_{name}": tricks for name in TRICKS}
         return trainer_class(
             model=model,
             reward_funcs=letters_reward,

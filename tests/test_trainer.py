@@ -130,15 +130,16 @@ def test_phase_metrics_equal_their_definition(make_trainer):
 
 def test_clip_ratio_counts_the_tokens_of_the_phase_whose_gradient_clipping_removed(make_trainer):
     class LogpsSpy(SpyTrainer):
-        def _log_phase(self, inputs, in_phase, loss):
-            ratio = (self._policy_logps - inputs["old_per_token_logps"]).exp()
+        def _log_scored(self, inputs, loss):
+            ratio = (self._scored.logps - inputs["old_per_token_logps"]).exp()
             advantages = inputs["advantages"][:, None].expand_as(ratio)
             expected = 0
+            in_phase = self._scored.gate
             for row, col in in_phase.nonzero().tolist():
                 r, a = ratio[row, col].item(), advantages[row, col].item()
                 expected += (a > 0 and r > 1.24) or (a < 0 and r < 0.8)
             self.__dict__.setdefault("expected", []).append(expected / in_phase.sum().item())
-            super()._log_phase(inputs, in_phase, loss)
+            super()._log_scored(inputs, loss)
 
     trainer = make_trainer(LogpsSpy, lopti_eta=0.5, max_steps=4, learning_rate=0.05)
     trainer.train()
@@ -237,20 +238,17 @@ def test_old_log_probs_are_there_even_when_generation_and_update_are_aligned(mak
     assert trainer.num_iterations == 1
 
 
-def test_ar_at_alpha_one_weighs_the_advantages_by_pi(rollout):
+def test_ar_at_alpha_one_weighs_the_advantages_by_pi(rollout, monkeypatch):
     trainer, inputs = rollout(ar_alpha=1.0)
     seen = {}
+    compute_loss = GRPOTrainer._compute_loss
 
-    def loss_spy(self, model, inputs):
+    def spy(self, model, inputs):
         seen.update(inputs)
-        return torch.zeros((), requires_grad=True)
+        return compute_loss(self, model, inputs)
 
-    original = GRPOTrainer._compute_loss
-    GRPOTrainer._compute_loss = loss_spy
-    try:
-        trainer._compute_loss(trainer.model, inputs)
-    finally:
-        GRPOTrainer._compute_loss = original
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", spy)
+    trainer._compute_loss(trainer.model, inputs)
     expected = inputs["old_per_token_logps"].exp() * inputs["advantages"][:, None]
     assert torch.equal(seen["advantages"], expected)
     assert inputs["advantages"].ndim == 1  # the buffer is left alone

@@ -1,0 +1,181 @@
+"""How the rows of an optimizer step are laid out in micro-batches: less padding, no idle rows.
+
+R = rows of an optimizer step on this process, P / T = prompt / completion tokens,
+K = micro-batches. Rows never leave their optimizer step, so every step sees the rows that stock
+TRL gives it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from trl.trainer import utils as trl_utils
+
+
+class Layout(NamedTuple):
+    """One micro-batch: which rows, cut to which lengths."""
+
+    rows: list[int]  # indices into the step's rows; empty if there is nothing left to do
+    prompt_length: int
+    completion_length: int
+    num_useful: int  # tokens of these rows that the gradient needs
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed, padding included."""
+        return len(self.rows) * (self.prompt_length + self.completion_length)
+
+
+def partition_by_length(
+    prompt_lengths: Tensor,  # (R,)
+    completion_lengths: Tensor,  # (R,)
+    num_micro_batches: int,  # K
+    max_tokens: int,  # of a micro-batch, padding included; at least any row's length
+) -> list[list[int]]:  # K lists of rows, some maybe empty
+    """The split of length-sorted rows into at most K runs with the fewest padded tokens.
+
+    Dynamic programme over the sorted rows: least[k][j] = min_i least[k - 1][i] + cost(i, j), where
+    rows i..j-1 form a micro-batch. `max_tokens` bounds the peak memory. If K runs cannot keep
+    within it, it gives way.
+    """
+    num_rows = len(prompt_lengths)
+    order = (prompt_lengths + completion_lengths).argsort(descending=True, stable=True)
+    prompts, completions = prompt_lengths[order].double(), completion_lengths[order].double()
+    cost = torch.full((num_rows + 1, num_rows + 1), torch.inf, dtype=torch.double)
+    for first in range(num_rows):
+        width = prompts[first:].cummax(0).values + completions[first:].cummax(0).values
+        cost[first, first + 1 :] = width * torch.arange(1, num_rows - first + 1)
+    bounded = cost.masked_fill(cost > max_tokens, torch.inf)
+    cuts = _cheapest_cuts(bounded, num_micro_batches) or _cheapest_cuts(cost, num_micro_batches)
+    runs = [order[i:j].tolist() for i, j in zip([0, *cuts], [*cuts, num_rows], strict=True)]
+    runs = [run for run in runs if run]
+    return runs + [[]] * (num_micro_batches - len(runs))
+
+
+def _cheapest_cuts(cost: Tensor, num_runs: int) -> list[int] | None:
+    """Where to cut 0..R into at most `num_runs` runs of least total cost; None if they cannot."""
+    num_rows = len(cost) - 1
+    least, choices = cost[0].clone(), []
+    least[0] = 0.0
+    for _ in range(num_runs - 1):
+        with_empty = cost.clone().fill_diagonal_(0.0)  # a run may be empty
+        least, choice = (least[:, None] + with_empty).min(dim=0)
+        choices.append(choice)
+    if least[num_rows].isinf():
+        return None
+    cuts = [num_rows]
+    for choice in reversed(choices):
+        cuts.append(int(choice[cuts[-1]]))
+    return cuts[:0:-1]
+
+
+def lay_out(
+    prompt_mask: Tensor,  # (R, P), left padded
+    completion_mask: Tensor,  # (R, T), right padded: tokens that are attended to
+    trainable: Tensor,  # (R, T) bool: tokens that carry a gradient in this step
+    idle: Tensor,  # (R,) bool: rows whose gradient is zero whatever their tokens
+    num_micro_batches: int,
+    *,
+    balance: bool,  # rows may change micro-batch
+    skip: bool,  # rows without gradient may leave
+    cut: bool,  # tokens after a row's last trainable one may leave (causal attention)
+) -> list[Layout]:
+    """One layout per micro-batch; those beyond the rows left are empty."""
+    num_rows, width = completion_mask.shape
+    positions = torch.arange(1, width + 1, device=completion_mask.device)
+    needed = trainable if cut else completion_mask.bool()
+    prompt_lengths = prompt_mask.sum(1).cpu()
+    completion_lengths = (needed * positions).amax(1).cpu()
+    active = (~idle & trainable.any(1)).cpu() if skip else torch.ones(num_rows, dtype=torch.bool)
+    rows = active.nonzero().flatten()
+    stock = torch.arange(num_rows).chunk(num_micro_batches)
+    if balance and len(rows):
+        tokens = (prompt_mask.size(1) + width) * len(stock[0])  # of a stock micro-batch
+        runs = partition_by_length(
+            prompt_lengths[rows], completion_lengths[rows], num_micro_batches, tokens
+        )
+        groups = [rows[run].tolist() for run in runs]
+    else:
+        groups = [[row for row in chunk.tolist() if active[row]] for chunk in stock]
+    layouts = []
+    for group in groups:
+        prompts, completions = prompt_lengths[group], completion_lengths[group]
+        longest = (int(x.max()) if group else 0 for x in (prompts, completions))
+        layouts.append(Layout(group, *longest, int(prompts.sum() + completions.sum())))
+    return layouts
+
+
+def concatenate(slices: list[dict]) -> dict:
+    """Rows of several slices of the rollout buffer as one; scalars are the first slice's."""
+    return {
+        key: torch.cat([piece[key] for piece in slices]) if value.ndim else value
+        for key, value in slices[0].items()
+    }
+
+
+def take(rows: dict, layout: Layout, trim: bool, height: int = 1) -> dict:
+    """The micro-batch of a layout, filled up to `height` rows with some that no mask counts.
+
+    TRL gathers a number a row, so every process needs as many rows. An empty layout's are of two
+    tokens: every process goes forward and backward the same number of times, as sharded models
+    need, and the gradient is a zero.
+    """
+    filler = [0] * (height - len(layout.rows))
+    index = torch.tensor([*layout.rows, *filler], device=rows["prompt_ids"].device)
+    prompt_width, width = rows["prompt_ids"].size(1), rows["completion_ids"].size(1)
+    if trim or not layout.rows:
+        prompt_width, width = max(layout.prompt_length, 1), max(layout.completion_length, 1)
+    batch = {}
+    for key, value in rows.items():
+        if value.ndim:
+            value = value[index]
+        if value.ndim == 2:
+            value = value[:, -prompt_width:] if key.startswith("prompt_") else value[:, :width]
+        batch[key] = value
+    batch["position_offset"] = rows["prompt_ids"].size(1) - prompt_width
+    batch["completion_mask"][len(layout.rows) :] = 0  # of the copy that indexing made
+    return batch
+
+
+@contextmanager
+def _compact_head() -> Iterator[None]:
+    """Let TRL's fused head project the scored positions alone on CPU too.
+
+    TRL does so where Triton runs and keeps fixed shapes elsewhere, for the sake of Neuron.
+    """
+    original = trl_utils._use_triton
+    trl_utils._use_triton = lambda device: device.type != "neuron"
+    try:
+        yield
+    finally:
+        trl_utils._use_triton = original
+
+
+def only_where(
+    scored: Tensor,  # (B, T) bool
+    model: Callable,  # with TRL's fused head
+) -> Callable:
+    """The model, with its LM head applied only to these completion tokens; elsewhere log-prob 0."""
+
+    def score(*, labels: Tensor, **inputs):
+        ignored = torch.zeros_like(labels, dtype=torch.bool)
+        ignored[:, -scored.size(1) :] = ~scored
+        with _compact_head():
+            return model(labels=labels.masked_fill(ignored, -100), **inputs)
+
+    return score
+
+
+def at_positions(offset: int, model: Callable) -> Callable:
+    """The model, with the positions that its tokens had before `offset` columns were trimmed.
+
+    Attention by RoPE depends on differences alone, but its rounding does not.
+    """
+
+    def score(*, input_ids: Tensor, **inputs):
+        positions = torch.arange(input_ids.size(1), device=input_ids.device) + offset
+        return model(input_ids=input_ids, position_ids=positions.expand_as(input_ids), **inputs)
+
+    return score
