@@ -43,7 +43,9 @@ def load_rollout(checkpoint: Path | str, process_index: int, device: torch.devic
     for index in (process_index, 0):
         path = rollout_file(checkpoint, index)
         if path.is_file():
-            return torch.load(path, map_location=device, weights_only=True)
+            # torch cannot restore to an indexed CPU, as DDP names it
+            location = "cpu" if device.type == "cpu" else device
+            return torch.load(path, map_location=location, weights_only=True)
     return None
 
 

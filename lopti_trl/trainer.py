@@ -26,6 +26,7 @@ from lopti_trl.update import (
     concatenate,
     lay_out,
     only_where,
+    score_by_length,
     take,
 )
 from lopti_trl.weights import ar_weights
@@ -262,6 +263,12 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
         score = super()._get_per_token_logps_and_entropies
         gate, self._gradient_gate = self._gradient_gate, None
         if gate is None:
+            # pi_old and the reference, over the whole rollout batch
+            if "trim" in self._tricks and self.model.training and not kwargs.get("num_images"):
+                logps = score_by_length(
+                    lambda *batch: score(*batch)[0], model, *args, kwargs["batch_size"]
+                )
+                return logps, None, None
             return score(model, *args, **kwargs)
         if self._position_offset:
             model = at_positions(self._position_offset, model)

@@ -31,6 +31,8 @@ CHAT_TEMPLATE = (
 CONNECTIVES = {"and": "and", "or": "or", "->": "implies", "<=>": "equals"}
 TRUTH = {True: "true", False: "false"}
 ROLE = {True: "knight", False: "knave"}
+# other words than the claims', so that a case is easy to look up
+SUPPOSED = {True: "honest", False: "lying"}
 
 
 def holds(statement: tuple, assignment: Sequence[bool]) -> bool:
@@ -84,7 +86,7 @@ def completion(
                 (" So it must be clear.", " Thus it must be clear.")
             )
             break
-        roles = " ".join(f"{name} {ROLE[r]}" for name, r in zip(names, case, strict=True))
+        roles = " ".join(f"{name} {SUPPOSED[r]}" for name, r in zip(names, case, strict=True))
         text += f" {assume} {roles}."
         fits = True
         for name, statement, role in zip(names, statements, case, strict=True):
@@ -194,8 +196,8 @@ def warm_start(model, tokenizer, dataset: Dataset, learning_rate: float, args) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", default="lopti_trl/assets/kk-tiny")
-    parser.add_argument("--careful_steps", type=int, default=2500)
-    parser.add_argument("--mixed_steps", type=int, default=200)
+    parser.add_argument("--careful_steps", type=int, default=3500)
+    parser.add_argument("--mixed_steps", type=int, default=250)
     parser.add_argument("--learning_rate", type=float, default=4e-3)
     parser.add_argument("--haste", type=float, nargs=2, default=(0.6, 0.15))
     parser.add_argument("--width", type=int, default=128)

@@ -4,14 +4,14 @@ import itertools
 
 import pytest
 import torch
-from conftest import save_random_model
+from conftest import PROMPTS, save_random_model
 from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from lopti_trl import LoptiGRPOTrainer
 from lopti_trl.config import TRICKS
-from lopti_trl.update import lay_out, partition_by_length
+from lopti_trl.update import concatenate, lay_out, partition_by_length
 
 LOSS_TYPES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "vespo", "luspo"]
 
@@ -187,6 +187,23 @@ def test_tricks_keep_the_gradient_under_lora_and_checkpointing(make_trainer):
     }
     stock = gradients(make_trainer, **fields)
     assert_same_gradients(gradients(make_trainer, tricks=None, **fields), stock)
+
+
+def test_old_and_reference_log_probs_are_those_of_a_padded_pass(make_trainer):
+    buffers = []
+    for tricks in (False, None):
+        trainer = make_trainer(tricks=tricks, ar_alpha=0.3, beta=0.04, max_completion_length=24)
+        with torch.no_grad():  # a reference that differs from the policy
+            for p in trainer.ref_model.parameters():
+                p *= 1.1
+        trainer.model.train()
+        trainer._prepare_inputs([{"prompt": p} for p in PROMPTS[1:3] for _ in range(4)])
+        buffers.append(concatenate(trainer._buffered_inputs))
+    stock, ours = buffers
+    valid = stock["completion_mask"].bool()
+    for name in ("old_per_token_logps", "ref_per_token_logps"):
+        torch.testing.assert_close(ours[name][valid], stock[name][valid], rtol=0, atol=1e-5)
+    assert not torch.equal(stock["old_per_token_logps"], stock["ref_per_token_logps"])
 
 
 def test_tricks_train_to_the_same_weights(make_trainer):
