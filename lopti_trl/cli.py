@@ -10,7 +10,14 @@ def train(args: list[str]) -> None:
     main(*parse_args(args))
 
 
-VERBS = {"train": train}
+def doctor(args: list[str]) -> None:
+    """Check a recipe against the machine: --config FILE [--accelerate_config FILE] [...]."""
+    from lopti_trl.doctor import main
+
+    sys.exit(main(args))
+
+
+VERBS = {"train": train, "doctor": doctor}
 
 
 def main() -> None:

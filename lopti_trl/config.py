@@ -96,7 +96,7 @@ class LoptiGRPOConfig(GRPOConfig):
     @property
     def update_tricks(self) -> frozenset[str]:
         """Names of the update_ options in force."""
-        inexact = self._inexact_tricks()
+        inexact = self.inexact_tricks()
         flags = {name: getattr(self, f"update_{name}") for name in TRICKS}
         chosen = {
             name: self.uses_token_probs and name not in inexact if flag is None else flag
@@ -104,7 +104,7 @@ class LoptiGRPOConfig(GRPOConfig):
         }
         return frozenset(name for name in TRICKS if chosen[name])
 
-    def _inexact_tricks(self) -> dict[str, str]:
+    def inexact_tricks(self) -> dict[str, str]:
         """Which update_ options would change a gradient, and why."""
         regrouping = ("balance", "skip", "cut")
         whole_rows = ("cut", "project")
@@ -165,7 +165,7 @@ class LoptiGRPOConfig(GRPOConfig):
         self._check_ranges()
         if self.uses_lopti:
             self._check_phases()
-        for name, reason in self._inexact_tricks().items():
+        for name, reason in self.inexact_tricks().items():
             if getattr(self, f"update_{name}"):
                 raise ValueError(
                     f"update_{name}=True would change the gradient here: {reason}. Leave it unset."

@@ -93,13 +93,17 @@ def parse_args(args: list[str]) -> tuple[TaskArguments, LoptiGRPOConfig, ModelCo
     return make_parser().parse_args_and_config(args)
 
 
+def model_path(name: str) -> str:
+    """A model's name, or the folder of the one that ships with the package."""
+    return str(PACKAGE / "assets" / TINY_MODEL) if name == TINY_MODEL else name
+
+
 def load_tokenizer(model: ModelConfig, trust_remote_code: bool = False):
     if model.model_name_or_path is None:
         raise ValueError(
             f"model_name_or_path is not set. Give a model on the hub, a folder, or {TINY_MODEL}."
         )
-    if model.model_name_or_path == TINY_MODEL:
-        model.model_name_or_path = str(PACKAGE / "assets" / TINY_MODEL)
+    model.model_name_or_path = model_path(model.model_name_or_path)
     return AutoTokenizer.from_pretrained(
         model.model_name_or_path,
         revision=model.model_revision,
@@ -233,7 +237,7 @@ def main(task: TaskArguments, args: LoptiGRPOConfig, model: ModelConfig) -> dict
     console = Console(quiet=args.process_index != 0)
     tokenizer = load_tokenizer(model, args.trust_remote_code)
     train_set, test_set = load_datasets(task, tokenizer)
-    plan = Plan.of(args, [len(ids) for ids in tokenizer(train_set["prompt"])["input_ids"]])
+    plan = Plan.of(args, [len(ids) for ids in tokenizer(list(train_set["prompt"]))["input_ids"]])
     console.print(plan.table())
     checkpoint = resume_folder(args)
     if args.resume_from_checkpoint:

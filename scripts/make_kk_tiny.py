@@ -196,7 +196,7 @@ def warm_start(model, tokenizer, dataset: Dataset, learning_rate: float, args) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", default="lopti_trl/assets/kk-tiny")
-    parser.add_argument("--careful_steps", type=int, default=3500)
+    parser.add_argument("--careful_steps", type=int, default=3000)
     parser.add_argument("--mixed_steps", type=int, default=250)
     parser.add_argument("--learning_rate", type=float, default=4e-3)
     parser.add_argument("--haste", type=float, nargs=2, default=(0.6, 0.15))

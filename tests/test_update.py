@@ -143,7 +143,7 @@ def assert_same_gradients(ours: list[torch.Tensor], theirs: list[torch.Tensor], 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_every_exact_trick_at_once_keeps_grpos_gradient(make_trainer, loss_type, fields):
     stock = gradients(make_trainer, GRPOTrainer, loss_type=loss_type, **fields)
-    inexact = make_trainer(loss_type=loss_type, **fields).args._inexact_tricks()
+    inexact = make_trainer(loss_type=loss_type, **fields).args.inexact_tricks()
     tricks = {f"update_{name}": name not in inexact for name in TRICKS}
     assert_same_gradients(gradients(make_trainer, loss_type=loss_type, **tricks, **fields), stock)
 
