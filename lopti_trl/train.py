@@ -165,8 +165,8 @@ class Plan:
     def table(self) -> Table:
         table = Table(title="Plan", show_header=False)
         for name, value in asdict(self).items():
-            shown = f"{value:,g}" if isinstance(value, float) else f"{value:,}"
-            table.add_row(name.replace("_", " "), shown if not isinstance(value, str) else value)
+            shown = value if isinstance(value, str) else f"{value:,g}"
+            table.add_row(name.replace("_", " "), shown)
         return table
 
 

@@ -606,6 +606,8 @@ def _load_source(source: str, split: str) -> "Dataset":
             f"no such file: {source}. Give a file ending in {', '.join(_FILE_KINDS)}, the name of "
             "a data set on the hub, or 'generated'."
         )
+    if not Path(source).stat().st_size:
+        raise ValueError(f"the data set {source} is empty. Give it at least one row.")
     return load_dataset(kind, data_files=str(source), split="train")  # the name for a lone file
 
 
