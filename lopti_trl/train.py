@@ -193,7 +193,6 @@ class ConsoleCallback(ProgressCallback):
         ("reward", "reward"),
         ("kk/correct", "correct"),
         ("completions/mean_length", "tokens"),
-        ("entropy", "entropy"),
         ("grad_norm", "grad norm"),
     )
 
@@ -228,6 +227,31 @@ def resume_folder(args: LoptiGRPOConfig) -> str | None:
     return find_last_checkpoint(args.output_dir)
 
 
+def build_trainer(
+    task: TaskArguments, args: LoptiGRPOConfig, model: ModelConfig, tokenizer, train_set: "Dataset"
+) -> LoptiGRPOTrainer:
+    """The trainer of a run, with its console output and its log on disk."""
+    args.model_init_kwargs = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+    trainer = LoptiGRPOTrainer(
+        model=model.model_name_or_path,
+        reward_funcs=functools.partial(kk.kk_reward, mode=task.reward_mode),
+        args=args,
+        train_dataset=train_set,
+        processing_class=tokenizer,
+        callbacks=[MetricsCallback(Path(args.output_dir) / "metrics.jsonl")],
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
+    )
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(ConsoleCallback())
+    return trainer
+
+
 def main(task: TaskArguments, args: LoptiGRPOConfig, model: ModelConfig) -> dict:
     """Train, evaluate before and after, and write the run to `args.output_dir`:
 
@@ -242,52 +266,37 @@ def main(task: TaskArguments, args: LoptiGRPOConfig, model: ModelConfig) -> dict
     checkpoint = resume_folder(args)
     if args.resume_from_checkpoint:
         console.print(f"Resuming from {checkpoint}." if checkpoint else "Nothing to resume from.")
-
     output = Path(args.output_dir)
     output.mkdir(parents=True, exist_ok=True)
-    args.model_init_kwargs = {
-        "revision": model.model_revision,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-        **(args.model_init_kwargs or {}),
-    }
-    trainer = LoptiGRPOTrainer(
-        model=model.model_name_or_path,
-        reward_funcs=functools.partial(kk.kk_reward, mode=task.reward_mode),
-        args=args,
-        train_dataset=train_set,
-        processing_class=tokenizer,
-        callbacks=[MetricsCallback(output / "metrics.jsonl")],
-        quantization_config=get_quantization_config(model),
-        peft_config=get_peft_config(model),
-    )
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(ConsoleCallback())
+    trainer = build_trainer(task, args, model, tokenizer, train_set)
 
-    results_path = output / "metrics.json"
+    metrics = output / "metrics.json"
     results = {
         "plan": asdict(plan),
         "evaluation": {},
         "versions": {name: importlib.metadata.version(name) for name in VERSIONED},
     }
+
+    def save() -> None:
+        if trainer.is_world_process_zero():
+            metrics.write_text(json.dumps(results, indent=2))
+
     evaluate = functools.partial(evaluate_trainer, trainer, test_set, task.reward_mode)
-    if checkpoint and results_path.exists():
-        results["evaluation"] = json.loads(results_path.read_text())["evaluation"]
+    if checkpoint and metrics.exists():
+        results["evaluation"] = json.loads(metrics.read_text())["evaluation"]
     elif test_set:
         results["evaluation"]["before"] = evaluate()
-    if trainer.is_world_process_zero():
-        results_path.write_text(json.dumps(results, indent=2))
-
+    save()
     trainer.train(resume_from_checkpoint=checkpoint)
+    results["log"] = trainer.state.log_history
+    save()
     trainer.save_model(args.output_dir)
     trainer.create_model_card(model_name=output.name)
-    if test_set:
-        results["evaluation"]["after"] = evaluate()
-    results["log"] = trainer.state.log_history
     if trainer.is_world_process_zero():
-        results_path.write_text(json.dumps(results, indent=2))
         plot_reward_curve(results["log"], output / "reward_curve.png", title=plan.method)
     if test_set:
+        results["evaluation"]["after"] = evaluate()
+        save()
         console.print(evaluation_table(results["evaluation"]))
     console.print(f"Model, metrics.json and reward_curve.png are in {output}.")
     trainer.end()

@@ -150,6 +150,17 @@ def test_the_run_writes_metrics_model_card_and_curve(tiny_run, tmp_path):
     assert AutoTokenizer.from_pretrained(output).eos_token == "<|im_end|>"
 
 
+def test_auto_resume_goes_on_where_the_run_stopped_and_repeats_no_row(tiny_run, tmp_path):
+    saving = ["--save_strategy", "steps", "--save_steps", "3", "--resume_from_checkpoint", "auto"]
+    first = tiny_run(*saving, "--max_steps", "4")  # nothing to resume from yet
+    resumed = tiny_run(*saving, "--max_steps", "8")
+    lines = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 9))
+    assert resumed["evaluation"]["before"] == first["evaluation"]["before"]
+    steps = [row["step"] for row in resumed["log"] if "loss" in row]
+    assert steps == list(range(1, 9))
+
+
 def test_the_plan_says_what_the_run_then_does(tiny_run):
     results = tiny_run("--num_iterations", "2")
     plan = results["plan"]
