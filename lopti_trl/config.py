@@ -17,7 +17,7 @@ SERVE = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --max-logprobs -1 "
     '--weight-transfer-config \'{"backend": "nccl"}\''
 )
-TRICKS = ("trim", "balance", "skip", "cut", "project")
+TRICKS = ("trim", "balance", "skip", "cut", "project")  # on by themselves where exact
 
 
 @dataclass
@@ -103,6 +103,14 @@ class LoptiGRPOConfig(GRPOConfig):
         default=None,
         metadata={"help": "Apply the LM head only to tokens with a gradient."},
     )
+    update_padding_free: bool = field(
+        default=False,
+        metadata={
+            "help": "Feed the rows of a micro-batch to the model as one sequence without padding, "
+            "positions restarting with each row. For attn_implementation flash_attention_2 or _3; "
+            "sdpa and eager are exact too, but attend over the whole sequence."
+        },
+    )
 
     @property
     def update_tricks(self) -> frozenset[str]:
@@ -113,7 +121,8 @@ class LoptiGRPOConfig(GRPOConfig):
             name: self.uses_token_probs and name not in inexact if flag is None else flag
             for name, flag in flags.items()
         }
-        return frozenset(name for name in TRICKS if chosen[name])
+        chosen["padding_free"] = self.update_padding_free
+        return frozenset(name for name, is_on in chosen.items() if is_on)
 
     def inexact_tricks(self) -> dict[str, str]:
         """Which update_ options would change a gradient, and why."""
@@ -122,7 +131,7 @@ class LoptiGRPOConfig(GRPOConfig):
         rules = (
             (
                 self.steps_per_generation % self.gradient_accumulation_steps != 0,
-                TRICKS,
+                (*TRICKS, "padding_free"),
                 "optimizer steps span rollout batches",
             ),
             (

@@ -26,9 +26,11 @@ from lopti_trl.phases import (
 from lopti_trl.update import (
     Layout,
     at_positions,
+    check_padding_free,
     concatenate,
     lay_out,
     only_where,
+    padding_free,
     score_by_length,
     take,
 )
@@ -83,6 +85,8 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
         if not isinstance(self.args, LoptiGRPOConfig):
             self.args = copy.copy(self.args)  # the caller's object stays a GRPOConfig
             self.args.__class__ = LoptiGRPOConfig  # our fields read their class defaults: off
+        if self.args.update_padding_free:
+            check_padding_free(self.model)
         # What the policy's forward pass of one loss needs and leaves: see `_compute_loss`.
         self._gradient_gate: Tensor | None = None
         self._frozen_logps: Tensor | None = None
@@ -247,7 +251,10 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
         sums = [
             *(len(layout.rows) for layout in layouts),
             len(valid),
-            sum(layout.num_tokens for layout in layouts),
+            sum(
+                layout.num_useful if "padding_free" in self._tricks else layout.num_tokens
+                for layout in layouts
+            ),
             sum(layout.num_useful for layout in layouts),
             sum(scored[layout.rows].sum() for layout in layouts),
             valid.sum(),
@@ -302,9 +309,12 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         score = super()._get_per_token_logps_and_entropies
         gate, self._gradient_gate = self._gradient_gate, None
+        has_tricks = self.model.training and not kwargs.get("num_images")
+        if has_tricks and "padding_free" in self._tricks:
+            model = padding_free(model)
         if gate is None:
             # pi_old and the reference, over the whole rollout batch
-            if "trim" in self._tricks and self.model.training and not kwargs.get("num_images"):
+            if has_tricks and "trim" in self._tricks:
                 logps = score_by_length(
                     lambda *batch: score(*batch)[0], model, *args, kwargs["batch_size"]
                 )

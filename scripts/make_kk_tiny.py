@@ -22,6 +22,7 @@ from trl import SFTConfig, SFTTrainer
 from lopti_trl.evaluation import accuracy_by_size, correct_by_size
 from lopti_trl.tasks import kk
 
+BATCH_SIZE = 32
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -107,25 +108,27 @@ def completion(
 
 
 def puzzles(num_three_people: int) -> tuple[Dataset, Dataset]:
-    """Train-split puzzles: all 2-person ones in several wordings, and 3-person ones."""
-    two = [kk.generate_puzzles(2, 75, seed) for seed in range(num_three_people // 300)]
+    """Train-split puzzles: all 2-person ones in many wordings, and as many 3-person ones."""
+    two = [kk.generate_puzzles(2, 75, seed) for seed in range(num_three_people // 75)]
     return concatenate_datasets(two), kk.generate_puzzles(3, num_three_people, seed=0)
 
 
 def texts(
-    rows: Dataset, tokenizer: Qwen2Tokenizer, num_texts: int, haste: tuple[float, float], seed: int
+    pools: list[Dataset],
+    tokenizer: Qwen2Tokenizer,
+    num_batches: int,
+    haste: tuple[float, float],
+    seed: int,
 ) -> Iterator[dict[str, str]]:
+    """Batches of texts, from each pool of puzzles in turn."""
     rng = random.Random(seed)
-    order = list(range(len(rows)))
-    for i in range(num_texts):
-        if i % len(order) == 0:
-            rng.shuffle(order)
-        row = rows[order[i % len(order)]]
-        statements = literal_eval(row["statements"])
-        yield {
-            "prompt": kk.build_prompt(row["quiz"], tokenizer),
-            "completion": completion(row["names"], statements, rng, haste),
-        }
+    for i in range(num_batches):
+        for row in rng.choices(pools[i % len(pools)], k=BATCH_SIZE):
+            statements = literal_eval(row["statements"])
+            yield {
+                "prompt": kk.build_prompt(row["quiz"], tokenizer),
+                "completion": completion(row["names"], statements, rng, haste),
+            }
 
 
 def make_tokenizer(rows: Dataset, vocab_size: int) -> Qwen2Tokenizer:
@@ -183,8 +186,9 @@ def warm_start(model, tokenizer, dataset: Dataset, learning_rate: float, args) -
         warmup_steps=50,
         weight_decay=0.01,
         adam_beta2=0.99,
-        per_device_train_batch_size=32,
+        per_device_train_batch_size=BATCH_SIZE,
         num_train_epochs=1,
+        train_sampling_strategy="sequential",  # batches of one puzzle size: little padding
         max_length=512,
         activation_checkpointing=False,
         dataset_num_proc=1,
@@ -196,15 +200,15 @@ def warm_start(model, tokenizer, dataset: Dataset, learning_rate: float, args) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", default="lopti_trl/assets/kk-tiny")
-    parser.add_argument("--two_people_steps", type=int, default=500)
-    parser.add_argument("--careful_steps", type=int, default=2000)
+    parser.add_argument("--two_people_steps", type=int, default=700)
+    parser.add_argument("--careful_steps", type=int, default=1200)
     parser.add_argument("--mixed_steps", type=int, default=250)
-    parser.add_argument("--learning_rate", type=float, default=4e-3)
+    parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--haste", type=float, nargs=2, default=(0.6, 0.15))
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--vocab_size", type=int, default=760)
-    parser.add_argument("--num_puzzles", type=int, default=10_000)
+    parser.add_argument("--num_puzzles", type=int, default=6000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
@@ -221,13 +225,13 @@ def main() -> None:
         ]
     )
     careful = (0.1, 0.02)  # some haste from the start: answers must come from the puzzle, too
-    for name, part, steps, haste, learning_rate in (
+    for name, pools, steps, haste, learning_rate in (
         # 2 people first: checking a claim is learnt several times faster on short texts
-        ("2 people", two, args.two_people_steps, careful, args.learning_rate),
-        ("2 and 3 people", rows, args.careful_steps, careful, args.learning_rate),
-        ("hasty", rows, args.mixed_steps, tuple(args.haste), args.learning_rate / 4),
+        ("2 people", [two], args.two_people_steps, careful, args.learning_rate),
+        ("2 and 3 people", [two, three], args.careful_steps, careful, args.learning_rate),
+        ("hasty", [two, three], args.mixed_steps, tuple(args.haste), args.learning_rate / 4),
     ):
-        generated = texts(part, tokenizer, 32 * steps, haste, args.seed)
+        generated = texts(pools, tokenizer, steps, haste, args.seed)
         warm_start(model, tokenizer, Dataset.from_list(list(generated)), learning_rate, args)
         for temperature in (0.0, 1.0):
             correct = correct_by_size(model, tokenizer, held_out, 320, temperature)
