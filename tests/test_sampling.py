@@ -86,10 +86,8 @@ def make(make_trainer):
     """`make(reward, prompts, **fields)`: a trainer with a reward of the test's own."""
 
     def build(reward=sum_reward, prompts=WORDS, **fields):
-        trainer = make_trainer(**fields)
-        trainer.reward_funcs = [reward]
-        trainer.train_dataset = Dataset.from_dict({"prompt": prompts})
-        return trainer
+        dataset = Dataset.from_dict({"prompt": prompts})
+        return make_trainer(reward_funcs=reward, train_dataset=dataset, **fields)
 
     return build
 
