@@ -11,6 +11,7 @@ from ranks import run_ranks
 from test_off_is_grpo import assert_same_training
 
 from lopti_trl.advantages import whiten_over_tokens
+from lopti_trl.train import method_name, parse_args
 
 NAN = math.nan
 PLUS_PLUS = {"advantage": "reinforce_plus_plus", "scale_rewards": "batch"}
@@ -153,3 +154,21 @@ def test_two_processes_whiten_over_the_tokens_of_both(make_trainer, tmp_path):
     torch.testing.assert_close(advantages, expected)
     alone = torch.tensor(by_hand(*facts[0]))  # what a rank by itself would have got
     assert (ranks[0]["advantages"] - alone).abs().max() > 0.01
+
+
+# The recipe
+
+
+def test_the_recipe_is_grpos_but_for_the_advantage_and_the_published_strengths(tmp_path):
+    base, ours = (
+        parse_args(["--config", name, "--use_cpu", "true", "--output_dir", str(tmp_path)])[1]
+        for name in ("kk_qwen3b.yaml", "kk_qwen3b_reinforce_pp.yaml")
+    )
+    theirs = base.to_dict()
+    assert {name: value for name, value in ours.to_dict().items() if value != theirs[name]} == {
+        "advantage": "reinforce_plus_plus",
+        "scale_rewards": "batch",
+        "ar_alpha": 0.1,
+        "lopti_eta": 0.5,
+    }
+    assert method_name(ours).startswith("REINFORCE++ + AR (alpha 0.1) + Lopti (eta 0.5")

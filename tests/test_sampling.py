@@ -1,5 +1,6 @@
 """Levels 1, 2 and 4: dynamic sampling and the soft overlong punishment."""
 
+import inspect
 import math
 
 import pytest
@@ -14,6 +15,7 @@ from trl import GRPOTrainer
 
 from lopti_trl import LoptiGRPOTrainer
 from lopti_trl.sampling import has_spread, weighted_sum
+from lopti_trl.train import parse_args
 
 NAN = math.nan
 METHODS = {
@@ -279,6 +281,38 @@ def test_logs_of_reward_functions_follow_the_rows_and_their_metrics_the_first_dr
     assert len(shown["reward"]) == 1
 
 
+def test_a_samplers_log_probs_stay_with_their_completions(make):
+    """As vLLM gives them; here each token's is its id, negative."""
+    trainer = make(dynamic_sampling_rounds=20)
+    trainer.model.train()
+    original = trainer._generate_single_turn
+
+    def with_logps(*args, **kwargs):
+        completion_ids, _ = original(*args, **kwargs)
+        return completion_ids, [[-float(i) for i in ids] for ids in completion_ids]
+
+    trainer._generate_single_turn = with_logps
+    trainer._prepare_inputs([{"prompt": word} for word in ("ba", "be") for _ in range(GROUP)])
+    assert trainer._metrics["train"]["dynamic_sampling/rounds"][0] > 0
+    rows = buffer(trainer)
+    expected = -(rows["completion_ids"] * rows["completion_mask"]).float()
+    assert torch.equal(rows["sampling_per_token_logps"], expected)
+
+
+def test_trls_generate_is_what_a_row_is_made_from(make):
+    """Eight values, of which plain text prompts leave four empty; TRL's rollout takes them over."""
+    assert list(inspect.signature(GRPOTrainer._generate).parameters) == ["self", "prompts"]
+    trainer = make()
+    trainer.model.train()
+    result = GRPOTrainer._generate(trainer, ["ba"] * GROUP)
+    prompt_ids, completion_ids, tool_mask, completions, logps, extra, images, tool_images = result
+    assert [len(x) for x in (prompt_ids, completion_ids, completions)] == [GROUP] * 3
+    assert (tool_mask, logps, extra, images, tool_images) == (None, None, {}, None, [])
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    assert source.count("self._generate(prompts)") == 1
+    assert source.count("self._calculate_rewards(inputs, prompts, completions, completion_id") == 1
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_resuming_from_any_step_ends_with_the_same_bits(make, method):
     fields = {**METHODS[method], **ON, **EVERY_STEP, "max_steps": 8}
@@ -436,6 +470,25 @@ def test_bad_values_raise_and_name_the_fix(fields, message):
 def test_the_controls_combine_with_the_methods(methods):
     assert config(advantage="reinforce_plus_plus", scale_rewards="batch", **methods)
     assert config(dynamic_sampling_rounds=3, overlong_cache=10, **methods)
+
+
+def test_the_options_are_flags_of_the_train_command(tmp_path):
+    options = [
+        "--config",
+        "kk_tiny_cpu.yaml",
+        "--dynamic_sampling_rounds",
+        "3",
+        "--overlong_cache",
+        "44",
+    ]
+    options += ["--curriculum_column", "num_people", "--curriculum_levels", "3", "5", "7"]
+    options += ["--curriculum_success_rate", "0.6", "--curriculum_success_reward", "3"]
+    _, args, _ = parse_args([*options, "--output_dir", str(tmp_path)])
+    assert (args.dynamic_sampling_rounds, args.overlong_cache) == (3, 44)
+    assert (args.curriculum_column, args.curriculum_levels) == ("num_people", [3, 5, 7])
+    assert (args.curriculum_success_rate, args.curriculum_success_reward) == (0.6, 3)
+    _, args, _ = parse_args([*options, "--overlong_cache", "none", "--output_dir", str(tmp_path)])
+    assert args.overlong_cache is None
 
 
 class NoModel:
