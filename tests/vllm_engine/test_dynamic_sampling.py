@@ -1,7 +1,7 @@
 """Extra rounds on a colocated engine: rows, log-probs and weights stay those of the rollout."""
 
-from conftest import noise_reward
-from test_rollout import EXACT, largest_difference
+from vllm_engine.conftest import noise_reward
+from vllm_engine.test_rollout import EXACT, largest_difference
 
 
 def half_flat(prompts, completion_ids, **kwargs) -> list[float]:
