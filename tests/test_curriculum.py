@@ -246,6 +246,25 @@ def test_fresh_prompts_of_dynamic_sampling_are_within_the_level(make):
     assert sum(at == 0 for at, _ in drawn) == 1 + 6 + 1  # and TRL's own call at the end
 
 
+def test_extra_rounds_do_not_count_as_success(make):
+    """The first draw is flat at no success; the groups that replace it would pass the rate."""
+
+    def reward(prompts, size, **kwargs):
+        return [float(i % 2) if p in WORDS[9:] else 0.0 for i, p in enumerate(prompts)]
+
+    trainer = make(reward, dynamic_sampling_rounds=20, **BY_SUCCESS)
+    sampler = trainer._get_train_sampler()
+    easy = [{"prompt": WORDS[i], "size": 2} for i in (0, 3) for _ in range(GROUP)]
+    trainer.model.train()
+    trainer._prepare_inputs(easy)
+    assert trainer._metrics["train"]["dynamic_sampling/flat_left"] == [0]
+    assert sampler.reached == 0
+    trainer._step = 2
+    easy = [{"prompt": WORDS[i], "size": 2} for i in (9, 12) for _ in range(GROUP)]
+    trainer._prepare_inputs(easy)
+    assert sampler.reached == 1
+
+
 def run_of_rank(world_size: int, make) -> dict:
     trainer = make(
         reward_by_size,

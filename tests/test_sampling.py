@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -313,7 +314,19 @@ def test_trls_generate_is_what_a_row_is_made_from(make):
     assert source.count("self._calculate_rewards(inputs, prompts, completions, completion_id") == 1
 
 
-@pytest.mark.parametrize("method", METHODS)
+def test_every_rollout_batch_tries_the_prompts_in_another_order(make):
+    trainer = make(always_flat, **ON)
+    orders = []
+    for trainer._step in (0, 1, 2, 4):
+        orders.append([row["prompt"] for row in trainer._fresh_examples(["ba"])])
+    assert all(sorted(order) == sorted(WORDS[1:]) for order in orders)
+    assert orders[0] == orders[1]  # two micro-steps of the same batch
+    assert orders[1] != orders[2] != orders[3]
+    other = make(always_flat, **ON, seed=2)
+    assert [row["prompt"] for row in other._fresh_examples(["ba"])] != orders[0]
+
+
+@pytest.mark.parametrize("method", ["grpo", "ar and lopti"])
 def test_resuming_from_any_step_ends_with_the_same_bits(make, method):
     fields = {**METHODS[method], **ON, **EVERY_STEP, "max_steps": 8}
     whole = make(prompts=WORDS[:8], **fields)
@@ -331,10 +344,10 @@ def test_resuming_from_any_step_ends_with_the_same_bits(make, method):
 # Over two processes
 
 
-def run_of_rank(world_size: int, make, rounds: int) -> dict:
-    """Train on completions that depend on prompt and generation alone, 3 groups a rollout batch.
+def run_of_rank(world_size: int, make, rounds: int, num_generations: int, seed: int = 3) -> dict:
+    """Train on completions that depend on prompt and generation alone, 12 a rollout batch.
 
-    With two ranks the second group is on both.
+    On two ranks the second of three groups is on both.
     """
     trainer = make(
         per_device_train_batch_size=12 // world_size,
@@ -343,15 +356,20 @@ def run_of_rank(world_size: int, make, rounds: int) -> dict:
         ar_alpha=0.3,
         lopti_eta=0.5,
         dynamic_sampling_rounds=rounds,
+        num_generations=num_generations,
         prompts=WORDS[:24],
-        seed=3,
+        seed=seed,
     )
     assert trainer.accelerator.num_processes == world_size
 
     def scripted(prompt_ids, *args, **kwargs):
         first = len(prompt_ids) * trainer.accelerator.process_index
         return [
-            [3 + (7 * sum(ids) + 5 * ((first + i) % GROUP) + 3 * j) % 26 for j in range(3)] + [1]
+            [
+                3 + (7 * sum(ids) + 5 * ((first + i) % num_generations) + 3 * j) % 26
+                for j in range(3)
+            ]
+            + [1]
             for i, ids in enumerate(prompt_ids)
         ], None
 
@@ -366,11 +384,23 @@ def run_of_rank(world_size: int, make, rounds: int) -> dict:
     }
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+forks = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+
+def redraws(run: dict) -> list[dict]:
+    """Of each rollout batch, what was logged of dynamic sampling."""
+    return [
+        {name.split("/")[1]: value for name, value in row.items() if name.startswith("dynamic")}
+        for row in run["log"]
+        if "dynamic_sampling/rounds" in row
+    ]
+
+
+@forks
 @pytest.mark.parametrize("rounds", [1, 20])
 def test_two_processes_replace_the_same_groups_as_one(make, tmp_path, rounds):
-    [single] = run_ranks(run_of_rank, tmp_path / "one", 1, make, rounds)
-    first, second = run_ranks(run_of_rank, tmp_path / "two", 2, make, rounds)
+    [single] = run_ranks(run_of_rank, tmp_path / "one", 1, make, rounds, GROUP)
+    first, second = run_ranks(run_of_rank, tmp_path / "two", 2, make, rounds, GROUP)
     for ours, one, two in zip(single["prompts"], first["prompts"], second["prompts"], strict=True):
         assert sorted(ours) == sorted(one + two)
         assert len(one) == len(two) == 6
@@ -379,11 +409,27 @@ def test_two_processes_replace_the_same_groups_as_one(make, tmp_path, rounds):
             torch.testing.assert_close(rank["parameters"][name], expected, rtol=0, atol=1e-5)
         for ours, expected in zip(rank["log"], single["log"], strict=True):
             assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    rows = [row for row in single["log"] if "dynamic_sampling/rounds" in row]
+    rows = redraws(single)
     assert len(rows) == 3
-    assert any(row["dynamic_sampling/flat_drawn"] == pytest.approx(2 / 3) for row in rows)
-    left = [row["dynamic_sampling/flat_left"] for row in rows]
-    assert (max(left) > 0) == (rounds == 1)
+    assert any(row["flat_drawn"] == pytest.approx(2 / 3) for row in rows)
+    assert (max(row["flat_left"] for row in rows) > 0) == (rounds == 1)
+
+
+@forks
+def test_groups_that_do_not_fill_two_processes_are_redrawn_in_pairs(make, tmp_path):
+    first, second = run_ranks(run_of_rank, tmp_path / "two", 2, make, 20, 3, 4)
+    assert redraws(first) == redraws(second)
+    odd = [row for row in redraws(first) if round(row["flat_drawn"] * 4) % 2]
+    assert odd
+    for row in redraws(first):
+        assert row["completions"] % 6 == 0
+        assert row["completions"] >= row["flat_drawn"] * 12
+        assert row["flat_left"] == 0
+    for one, two in zip(first["prompts"], second["prompts"], strict=True):
+        assert len(one) == len(two) == 6
+        assert sorted(Counter(one + two).values()) == [3, 3, 3, 3]
+    for name, expected in first["parameters"].items():
+        assert torch.equal(second["parameters"][name], expected)
 
 
 # Soft overlong punishment
