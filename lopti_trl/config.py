@@ -12,6 +12,8 @@ from typing import Literal, get_args
 from trl import GRPOConfig
 from trl.import_utils import is_vllm_available
 
+from lopti_trl.sampling_config import SamplingConfig
+
 # serves as TRL 1.16 asks for
 SERVE = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --max-logprobs -1 "
@@ -21,7 +23,7 @@ TRICKS = ("trim", "balance", "skip", "cut", "project")  # on by themselves where
 
 
 @dataclass
-class LoptiGRPOConfig(GRPOConfig):
+class LoptiGRPOConfig(SamplingConfig):
     """`trl.GRPOConfig` with the token-probability methods, all off by default.
 
     pi_old is the probability of a sampled token under the policy that made the rollout, at the

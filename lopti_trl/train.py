@@ -171,7 +171,7 @@ class Plan:
 
 
 def method_name(args: LoptiGRPOConfig) -> str:
-    parts = ["GRPO"]
+    parts = ["GRPO" if args.advantage == "grpo" else "REINFORCE++"]
     if args.uses_ar:
         parts.append(f"AR (alpha {args.ar_alpha})")
     if args.lopti_eta is not None:

@@ -14,7 +14,6 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import set_seed
 
-from lopti_trl.checkpoint import ResumableGRPOTrainer
 from lopti_trl.config import SERVE, LoptiGRPOConfig, check_engine, server_url
 from lopti_trl.phases import (
     MicroStep,
@@ -23,6 +22,7 @@ from lopti_trl.phases import (
     prob_band_mask,
     prob_quantile,
 )
+from lopti_trl.sampling import SampledGRPOTrainer
 from lopti_trl.update import (
     Layout,
     at_positions,
@@ -50,7 +50,7 @@ class Scored(NamedTuple):
     entropies: Tensor
 
 
-class LoptiGRPOTrainer(ResumableGRPOTrainer):
+class LoptiGRPOTrainer(SampledGRPOTrainer):
     """`trl.GRPOTrainer` with Advantage Reweighting [AR], Lopti and probability bands.
 
     Takes the arguments of `GRPOTrainer`; `args` is a `LoptiGRPOConfig` (a plain `GRPOConfig` means
@@ -102,6 +102,8 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         if self.use_vllm and self.vllm_mode == "colocate" and self.model.training:
             self._seed_engine()
+        if self.model.training and self.args.dynamic_sampling_rounds:
+            inputs = self._replace_flat_groups(inputs)
         if not (self.model.training and self.args.uses_token_probs):
             return super()._generate_and_score_completions(inputs)
         # TRL leaves old_per_token_logps out when gradient_accumulation_steps is a multiple of
