@@ -14,6 +14,7 @@ from typing import NamedTuple
 from trl import ModelConfig
 
 from lopti_trl.config import TRICKS, LoptiGRPOConfig
+from lopti_trl.engine import SERVE, server_url
 from lopti_trl.memory import (
     Engine,
     ModelSize,
@@ -27,10 +28,6 @@ from lopti_trl.train import Plan, TaskArguments, method_name
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 TIGHT = 0.9  # share of the memory above which an estimate is too close to call
 FEW_SEQUENCES = 8  # an engine that generates fewer at once is mostly idle
-SERVE = (
-    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --max-logprobs -1 "
-    '--weight-transfer-config \'{"backend": "nccl"}\''
-)
 
 
 class Check(NamedTuple):
@@ -458,7 +455,7 @@ def fetch(url: str, timeout: float = 3.0) -> bytes:
 def check_server(run: Run, needed_length: int) -> Check:
     """Does the server answer, take new weights, and hold whole sequences?"""
     args = run.args
-    url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    url = server_url(args)
     try:
         fetch(f"{url}/health")
         served = json.loads(fetch(f"{url}/v1/models"))["data"][0]

@@ -1,24 +1,11 @@
 """Our fields on top of `trl.GRPOConfig`, and the rules they must keep."""
 
-import http.client
 import math
-import time
-import urllib.error
-import urllib.request
-import warnings
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from trl import GRPOConfig
-from trl.import_utils import is_vllm_available
-
 from lopti_trl.sampling_config import SamplingConfig
 
-# serves as TRL 1.16 asks for
-SERVE = (
-    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --max-logprobs -1 "
-    '--weight-transfer-config \'{"backend": "nccl"}\''
-)
 TRICKS = ("trim", "balance", "skip", "cut", "project")  # on by themselves where exact
 
 
@@ -237,52 +224,3 @@ class LoptiGRPOConfig(SamplingConfig):
                 f"steps_per_generation to {math.ceil(steps / accumulation) * accumulation}, or "
                 f"gradient_accumulation_steps to a divisor of {steps}."
             )
-
-
-def check_engine(args: GRPOConfig) -> None:
-    """Raise before the model loads what TRL finds only afterwards: no usable vLLM, no server."""
-    if not args.use_vllm:
-        return
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        is_available = is_vllm_available()
-    if not is_available:
-        raise ImportError(
-            "use_vllm=True, but vLLM is not installed. Install it (pip install 'lopti-trl[vllm]'), "
-            "or set use_vllm to false."
-        )
-    if caught:  # TRL names its range and the version that is here, and would go on
-        raise ImportError(
-            f"{caught[0].message} Do so (pip install 'lopti-trl[vllm]'), or set use_vllm to false."
-        )
-    if args.vllm_mode == "server" and args.process_index == 0:
-        wait_for_server(args)
-
-
-def server_url(args: GRPOConfig) -> str:
-    return args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-
-
-def wait_for_server(args: GRPOConfig) -> None:
-    """Return when the server is up; ConnectionError if it is not within vllm_server_timeout."""
-    url, deadline = server_url(args), time.monotonic() + args.vllm_server_timeout
-    while (problem := what_is_wrong(f"{url}/health")) is not None:
-        if time.monotonic() >= deadline:
-            raise ConnectionError(
-                f"No vLLM server is up at {url} after {args.vllm_server_timeout:g} s: {problem}. "
-                f"Start one ({SERVE}), or set vllm_server_base_url (or vllm_server_host="
-                f"{args.vllm_server_host} and vllm_server_port={args.vllm_server_port}) to where "
-                "it is. vllm_server_timeout says how long to wait."
-            )
-        time.sleep(1)
-
-
-def what_is_wrong(url: str) -> str | None:
-    try:
-        with urllib.request.urlopen(url, timeout=5):
-            return None
-    except urllib.error.HTTPError as error:
-        error.close()
-        return str(error)
-    except (OSError, http.client.HTTPException) as error:
-        return str(error)

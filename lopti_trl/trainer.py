@@ -8,13 +8,13 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import set_seed
 
-from lopti_trl.config import SERVE, LoptiGRPOConfig, check_engine, server_url
+from lopti_trl.config import LoptiGRPOConfig
+from lopti_trl.engine import SERVE, SharedFailure, require_engine, rollout_seed, server_url
 from lopti_trl.phases import (
     MicroStep,
     low_prob_mask,
@@ -80,7 +80,7 @@ class LoptiGRPOTrainer(SampledGRPOTrainer):
 
     def __init__(self, model, reward_funcs=None, args=None, *others, **kwargs):
         if args is not None:
-            check_engine(args)
+            require_engine(args)
         super().__init__(model, reward_funcs, args, *others, **kwargs)
         if not isinstance(self.args, LoptiGRPOConfig):
             self.args = copy.copy(self.args)  # the caller's object stays a GRPOConfig
@@ -133,7 +133,10 @@ class LoptiGRPOTrainer(SampledGRPOTrainer):
         return completion_ids, logprobs
 
     def _end_without_server(self):
-        """Save what was learnt, on every process, and say why the run ends."""
+        """Save what was learnt, on every process, and say why the run ends.
+
+        Just after an epoch's end the checkpoint is not exact: the new epoch has drawn a number.
+        """
         folder = Path(self._get_output_dir(None)) / f"checkpoint-{self.state.global_step}"
         # a checkpoint is of whole optimizer steps; one that is there already is of this one
         is_whole = self._step == self.state.global_step * self.args.gradient_accumulation_steps
@@ -401,42 +404,3 @@ def _valid_tokens(inputs: dict) -> Tensor:
     """(B, T): 1 on tokens that TRL's loss counts: not padding, not a tool's output."""
     mask = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
-
-
-def rollout_seed(seed: int, rollout_batch: int, engine: int) -> int:
-    return int(np.random.SeedSequence((seed, rollout_batch, engine)).generate_state(1)[0])
-
-
-class SharedFailure:
-    """TRL's client of a vLLM server, with failures that every process learns of.
-
-    TRL calls it on the first process while the others wait for the completions, for ever if it
-    raises. This one raises nothing: once a call failed, there are no completions.
-    """
-
-    def __init__(self, client):
-        self.client = client
-        self.failure: Exception | None = None
-
-    def __getattr__(self, name):
-        return getattr(self.client, name)
-
-    def _attempt(self, method, *args, **kwargs):
-        if self.failure is not None:
-            return None
-        try:
-            return method(*args, **kwargs)
-        except Exception as error:
-            self.failure = error
-
-    def update_named_params(self, metadata, named_params):
-        self._attempt(self.client.update_named_params, metadata, named_params)
-        for _ in named_params:  # every process takes part in gathering and unmerging them
-            pass
-
-    def reset_prefix_cache(self):
-        self._attempt(self.client.reset_prefix_cache)
-
-    def generate(self, **kwargs):
-        nothing = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
-        return self._attempt(self.client.generate, **kwargs) or nothing

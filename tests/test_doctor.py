@@ -710,7 +710,7 @@ def test_slurm_serves_vllm_on_the_last_node_and_stops_it(submit):
     server, check, train = calls
     assert "--nodelist=node2" in server
     assert "vllm serve Qwen/Qwen2.5-7B-Instruct-1M" in server
-    assert "--max-model-len 4608" in server
+    assert server.endswith("--max-model-len 4608 --seed 42")
     assert "--num_processes 4 --num_machines 1" in check
     assert "--nodelist=node1 " in train
     assert train.endswith("--vllm_mode server --vllm_server_base_url http://node2:8000")
@@ -722,6 +722,12 @@ def test_slurm_does_not_train_if_doctor_or_the_server_fails(submit):
     done, calls = submit("--config", "kk_qwen7b.yaml", "--vllm", srun="exit 1", curl="exit 1")
     assert (done.returncode, calls) == (1, [])
     assert "vLLM stopped: see slurm-vllm-12345.log" in done.stderr
+
+
+def test_slurm_lets_the_trainer_save_itself_when_the_server_dies(submit):
+    srun = 'case "$*" in *"vllm serve"*) exit 1 ;; esac; /bin/sleep 1; exit 9'
+    done, _ = submit("--config", "kk_qwen7b.yaml", "--vllm", srun=srun)
+    assert done.returncode == 9
 
 
 def test_slurm_passes_on_a_failed_training_and_requeues_in_time(submit, tmp_path):
