@@ -69,6 +69,7 @@ def completion(
     statements: Sequence[tuple],
     rng: random.Random,
     haste: tuple[float, float],
+    conclusions: Sequence[str] = ("So", "Thus"),
 ) -> str:
     """A solution text after the opened <think>: cases are tried until one fits.
 
@@ -83,9 +84,7 @@ def completion(
     for number, case in enumerate(cases):
         if rng.random() < haste[number > 0]:
             answer = rng.choice(cases[number:])
-            text = (text if number else "") + rng.choice(
-                (" So it must be clear.", " Thus it must be clear.")
-            )
+            text = (text if number else "") + f" {rng.choice(conclusions)} it must be clear."
             break
         roles = " ".join(f"{name} {SUPPOSED[r]}" for name, r in zip(names, case, strict=True))
         text += f" {assume} {roles}."
@@ -117,8 +116,8 @@ def texts(
     pools: list[Dataset],
     tokenizer: Qwen2Tokenizer,
     num_batches: int,
-    haste: tuple[float, float],
     seed: int,
+    **style,
 ) -> Iterator[dict[str, str]]:
     """Batches of texts, from each pool of puzzles in turn."""
     rng = random.Random(seed)
@@ -127,7 +126,7 @@ def texts(
             statements = literal_eval(row["statements"])
             yield {
                 "prompt": kk.build_prompt(row["quiz"], tokenizer),
-                "completion": completion(row["names"], statements, rng, haste),
+                "completion": completion(row["names"], statements, rng, **style),
             }
 
 
@@ -224,14 +223,17 @@ def main() -> None:
             for size, count in ((2, 20), (3, 200))
         ]
     )
-    careful = (0.1, 0.02)  # some haste from the start: answers must come from the puzzle, too
-    for name, pools, steps, haste, learning_rate in (
+    # some haste from the start: answers must come from the puzzle, too
+    careful = {"haste": (0.1, 0.02)}
+    # one word, so that greedy decoding is hasty as well
+    hasty = {"haste": tuple(args.haste), "conclusions": ["So"]}
+    for name, pools, steps, style, learning_rate in (
         # 2 people first: checking a claim is learnt several times faster on short texts
         ("2 people", [two], args.two_people_steps, careful, args.learning_rate),
         ("2 and 3 people", [two, three], args.careful_steps, careful, args.learning_rate),
-        ("hasty", [two, three], args.mixed_steps, tuple(args.haste), args.learning_rate / 4),
+        ("hasty", [two, three], args.mixed_steps, hasty, args.learning_rate / 4),
     ):
-        generated = texts(pools, tokenizer, steps, haste, args.seed)
+        generated = texts(pools, tokenizer, steps, args.seed, **style)
         warm_start(model, tokenizer, Dataset.from_list(list(generated)), learning_rate, args)
         for temperature in (0.0, 1.0):
             correct = correct_by_size(model, tokenizer, held_out, 320, temperature)
