@@ -52,7 +52,7 @@ class Job(NamedTuple):
 
 
 class WorkerLost(Exception):
-    """A worker ended between two programs, which only the outside can bring about."""
+    """A worker has ended, which no program can bring about, but a lack of memory can."""
 
 
 class Worker:
@@ -96,7 +96,7 @@ class Worker:
                 with suppress(ConnectionError):
                     answer = answers.readline()
                 state = self.control.recv(16)
-            except ConnectionError as error:
+            except OSError as error:
                 raise WorkerLost from error
         if not state:
             raise WorkerLost
@@ -139,14 +139,15 @@ class Sandbox:
     def _judge(self, job: Job, limits: Limits) -> Verdict:
         worker = self.idle.get()
         try:
-            return worker.judge(job, limits)
-        except WorkerLost:
-            self.workers.remove(worker)
-            worker.close()
-            worker = Worker()
-            worker.wait_until_ready()
-            self.workers.append(worker)
-            return worker.judge(job, limits)
+            for _ in range(2):
+                try:
+                    return worker.judge(job, limits)
+                except WorkerLost:
+                    worker.close()
+                    position = self.workers.index(worker)
+                    worker = self.workers[position] = Worker()
+                    worker.wait_until_ready()
+            return "died"
         finally:
             self.idle.put(worker)
 

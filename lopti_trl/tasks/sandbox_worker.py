@@ -95,11 +95,14 @@ def keep_only(*descriptors: int) -> None:
 
 
 class Cell:
-    """What confines a process: made once, applied in each."""
+    """What confines a process: made once in the worker, applied in each child.
+
+    The rules on files bind the worker as well, from which its children have them.
+    """
 
     def __init__(self):
-        self.ruleset, self.calls = make_ruleset(), make_filter()
-        self.libc, self.worker = ctypes.CDLL(None), os.getpid()
+        self.calls, self.libc, self.worker = make_filter(), ctypes.CDLL(None), os.getpid()
+        make_ruleset().apply()
 
     def confine(self, limits: dict, *descriptors: int) -> None:
         """From here on, for good, this process can compute and use these descriptors."""
@@ -107,7 +110,6 @@ class Cell:
         self.libc.prctl(PR_SET_DUMPABLE, 0)  # no core dump, not even through a pipe
         if os.getppid() != self.worker:  # it ended before the first of these lines
             os._exit(1)
-        self.ruleset.apply()
         keep_only(*descriptors)
         for kind, limit in (
             (resource.RLIMIT_CPU, limits["cpu_seconds"]),
@@ -285,26 +287,21 @@ def fork(cell: Cell, limits: dict, work: Callable, *descriptors: int) -> int:
     os._exit(0)
 
 
-def ends_within(pid: int, seconds: float) -> bool:
-    descriptor = os.pidfd_open(pid)
-    try:
-        return bool(select.select([descriptor], [], [], seconds)[0])
-    finally:
-        os.close(descriptor)
-
-
-def judge(cell: Cell, limits: dict, trainer: int) -> str:
+def judge(cell: Cell, limits: dict, trainer: int, control: socket.socket) -> str:
     """Let tester and runner talk, and the tester with the trainer. Both are gone afterwards."""
     tests_end, program_end = socket.socketpair()
     with tests_end, program_end:
         runner = fork(cell, limits, run_program, program_end.fileno())
         tester = fork(cell, limits, run_tests, trainer, tests_end.fileno())
     os.close(trainer)
-    in_time = ends_within(tester, limits["wall_seconds"])
+    end = os.pidfd_open(tester)
+    # `control` has something to read only if the trainer has ended
+    ready, _, _ = select.select([end, control], [], [], limits["wall_seconds"])
+    os.close(end)
     for pid in (runner, tester):
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return "done" if in_time else "late"
+    return "done" if end in ready else "late"
 
 
 FORBIDDEN = {  # what a confined process fails to do, and what harms nothing where it does not fail
@@ -343,6 +340,8 @@ def check(cell: Cell) -> str:
 
 def main(control: socket.socket) -> None:
     """Say "ready" or what is wrong; then, for each descriptor with limits, judge one program."""
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # if memory runs out, the kernel takes these, not the trainer
     try:
         cell = Cell()
         state = check(cell)
@@ -353,13 +352,12 @@ def main(control: socket.socket) -> None:
         return
     for name in PRELOADED:
         importlib.import_module(name)
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # if memory runs out, the kernel takes these, not the trainer
     while True:
         limits, descriptors, *_ = socket.recv_fds(control, 1024, 1)
         if not limits:
             return
-        control.sendall(judge(cell, json.loads(limits), *descriptors).encode())
+        with suppress(BrokenPipeError):
+            control.sendall(judge(cell, json.loads(limits), *descriptors, control).encode())
 
 
 if __name__ == "__main__":
