@@ -205,9 +205,7 @@ def code_reward(
             completions, header, setup, tests, names, strict=True
         )
     ]
-    distinct = list(dict.fromkeys(jobs))
-    known = dict(zip(distinct, sandbox.judge(distinct), strict=True))
-    verdicts = [known[job] for job in jobs]
+    verdicts = sandbox.judge(jobs)
     if log_metric and verdicts:
         log_metric("code/passed", verdicts.count("passed") / len(verdicts))
         stopped = verdicts.count("died") + verdicts.count("late")

@@ -48,7 +48,7 @@ class Job(NamedTuple):
     program: str  # untrusted
     setup: str  # executed before the tests, in their process
     tests: str  # pass if they end without an exception
-    names: Sequence[str]  # functions of the program that the tests call
+    names: tuple[str, ...]  # functions of the program that the tests call
 
 
 class WorkerLost(Exception):
@@ -160,10 +160,12 @@ _sandboxes: dict[int, Sandbox] = {}  # by process: a forked one must not talk to
 
 
 def judge(jobs: Sequence[Job], limits: Limits = LIMITS) -> list[Verdict]:
-    """Verdicts in order, from workers that stay for the next call."""
+    """Verdicts in order, from workers that stay for the next call. Equal jobs are run once."""
     if os.getpid() not in _sandboxes:
         _sandboxes[os.getpid()] = Sandbox()
-    return _sandboxes[os.getpid()].judge(jobs, limits)
+    distinct = list(dict.fromkeys(jobs))
+    verdicts = dict(zip(distinct, _sandboxes[os.getpid()].judge(distinct, limits), strict=True))
+    return [verdicts[job] for job in jobs]
 
 
 @atexit.register
