@@ -61,6 +61,7 @@ from lopti_trl.train import (
     make_parser,
     model_path,
     parse_args,
+    prompt_lengths,
 )
 
 STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
@@ -270,7 +271,7 @@ def measure_prompts(task: TaskArguments, tokenizer) -> list[int]:
     """Tokens of every training prompt, or without a tokenizer an upper estimate from its text."""
     train, _ = load_datasets(task, tokenizer)
     if tokenizer:
-        return [len(ids) for ids in tokenizer(list(train["prompt"]))["input_ids"]]
+        return prompt_lengths(train["prompt"], tokenizer)
     return [
         len(prompt if isinstance(prompt, str) else "".join(part["content"] for part in prompt))
         // CHARACTERS_PER_TOKEN

@@ -3,9 +3,10 @@
 import functools
 import importlib.metadata
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -16,7 +17,7 @@ from lopti_trl.checkpoint import find_last_checkpoint
 from lopti_trl.config import LoptiGRPOConfig
 from lopti_trl.evaluation import evaluate_trainer
 from lopti_trl.report import plot_reward_curve
-from lopti_trl.tasks import kk
+from lopti_trl.tasks import code, dialogue, kk, summarize
 from lopti_trl.trainer import LoptiGRPOTrainer
 
 if TYPE_CHECKING:
@@ -32,7 +33,13 @@ VERSIONED = ("lopti-trl", "torch", "trl", "transformers", "accelerate")
 class TaskArguments:
     """What to train on and how answers are judged."""
 
-    task: Literal["kk"] = field(default="kk", metadata={"help": "kk: Knights-and-Knaves puzzles."})
+    task: Literal["kk", "dialogue", "summarize", "code"] = field(
+        default="kk",
+        metadata={
+            "help": "kk: Knights-and-Knaves puzzles. dialogue: HH, by a reward model. summarize: "
+            "CNN/DailyMail, by ROUGE-L. code: HumanEval and MBPP, by unit tests in a sandbox."
+        },
+    )
     dataset: str = field(
         default="generated",
         metadata={
@@ -54,6 +61,30 @@ class TaskArguments:
     reward_mode: Literal["strict", "lenient"] = field(
         default="strict",
         metadata={"help": "strict: the official rule. lenient: what a person would accept."},
+    )
+
+    train_rows: int | None = field(
+        default=None,
+        metadata={
+            "help": "Rows of `dataset` to train on, drawn by dataset_seed, for tasks other than "
+            "kk. None takes all."
+        },
+    )
+    test_rows: int = field(
+        default=100,
+        metadata={
+            "help": "Rows of `eval_dataset`, likewise. They are evaluated as eval_strategy says."
+        },
+    )
+    max_prompt_characters: int | None = field(
+        default=None,
+        metadata={
+            "help": "Longer articles are cut, longer dialogues and code descriptions left out."
+        },
+    )
+    reward_model: str | None = field(
+        default=None,
+        metadata={"help": "Task dialogue: a sequence classifier with one output; hub or folder."},
     )
 
 
@@ -113,8 +144,69 @@ def load_tokenizer(model: ModelConfig, trust_remote_code: bool = False):
     )
 
 
+class RowTask(NamedTuple):
+    """A task whose data are rows of a file or of the hub."""
+
+    load: Callable[..., "Dataset"]
+    reward: Callable[..., list[float | None]] | None  # None: the reward is a model's
+
+
+ROW_TASKS = {
+    "dialogue": RowTask(dialogue.load_dialogues, None),
+    "summarize": RowTask(summarize.load_articles, summarize.rouge_reward),
+    "code": RowTask(code.load_problems, code.code_reward),
+}
+
+
+def load_rows(task: TaskArguments) -> tuple["Dataset", "Dataset | None"]:
+    """Training and held-out rows of a task of ROW_TASKS, prompts as messages."""
+    if task.dataset == "generated":
+        raise ValueError(
+            f"dataset=generated, but task={task.task} generates none. Give a .parquet, .jsonl or "
+            ".json file, or a data set on the hub."
+        )
+    if ROW_TASKS[task.task].reward is None and task.reward_model is None:
+        raise ValueError(
+            f"reward_model is not set, but task={task.task} is rewarded by one. Give a sequence "
+            "classifier with one output, on the hub or in a folder."
+        )
+    load = functools.partial(
+        ROW_TASKS[task.task].load,
+        seed=task.dataset_seed,
+        max_characters=task.max_prompt_characters,
+    )
+    train = load(task.dataset, "train", num_rows=task.train_rows)
+    if task.eval_dataset == "generated" or not task.test_rows:
+        return train, None
+    return train, load(task.eval_dataset, "test", num_rows=task.test_rows)
+
+
+def reward_arguments(task: TaskArguments, trust_remote_code: bool = False) -> dict:
+    """GRPOTrainer's arguments that say how completions are judged."""
+    if task.task == "kk":
+        return {"reward_funcs": functools.partial(kk.kk_reward, mode=task.reward_mode)}
+    reward = ROW_TASKS[task.task].reward
+    if reward is not None:
+        return {"reward_funcs": reward}
+    model, tokenizer = dialogue.load_reward_model(task.reward_model, trust_remote_code)
+    return {"reward_funcs": model, "reward_processing_classes": tokenizer}
+
+
+def prompt_lengths(prompts: Sequence[str | list[dict]], tokenizer) -> list[int]:
+    """Tokens of each prompt, text or messages, as the trainer sees it."""
+    texts = [
+        prompt
+        if isinstance(prompt, str)
+        else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        for prompt in prompts
+    ]
+    return [len(ids) for ids in tokenizer(texts)["input_ids"]]
+
+
 def load_datasets(task: TaskArguments, tokenizer) -> tuple["Dataset", "Dataset | None"]:
-    """Training and held-out puzzles, prompts rendered."""
+    """Training and held-out puzzles, prompts rendered; or the rows of another task."""
+    if task.task in ROW_TASKS:
+        return load_rows(task)
     load = functools.partial(
         kk.load_puzzles, num_people=task.num_people, seed=task.dataset_seed, tokenizer=tokenizer
     )
@@ -228,7 +320,12 @@ def resume_folder(args: LoptiGRPOConfig) -> str | None:
 
 
 def build_trainer(
-    task: TaskArguments, args: LoptiGRPOConfig, model: ModelConfig, tokenizer, train_set: "Dataset"
+    task: TaskArguments,
+    args: LoptiGRPOConfig,
+    model: ModelConfig,
+    tokenizer,
+    train_set: "Dataset",
+    eval_set: "Dataset | None" = None,  # evaluated by TRL, as eval_strategy says
 ) -> LoptiGRPOTrainer:
     """The trainer of a run, with its console output and its log on disk."""
     args.model_init_kwargs = {
@@ -239,9 +336,10 @@ def build_trainer(
     }
     trainer = LoptiGRPOTrainer(
         model=model.model_name_or_path,
-        reward_funcs=functools.partial(kk.kk_reward, mode=task.reward_mode),
+        **reward_arguments(task, args.trust_remote_code),
         args=args,
         train_dataset=train_set,
+        eval_dataset=eval_set,
         processing_class=tokenizer,
         callbacks=[MetricsCallback(Path(args.output_dir) / "metrics.jsonl")],
         quantization_config=get_quantization_config(model),
@@ -261,14 +359,17 @@ def main(task: TaskArguments, args: LoptiGRPOConfig, model: ModelConfig) -> dict
     console = Console(quiet=args.process_index != 0)
     tokenizer = load_tokenizer(model, args.trust_remote_code)
     train_set, test_set = load_datasets(task, tokenizer)
-    plan = Plan.of(args, [len(ids) for ids in tokenizer(list(train_set["prompt"]))["input_ids"]])
+    eval_set = None
+    if task.task in ROW_TASKS:  # puzzles are evaluated here, rows by TRL
+        test_set, eval_set = None, test_set
+    plan = Plan.of(args, prompt_lengths(train_set["prompt"], tokenizer))
     console.print(plan.table())
     checkpoint = resume_folder(args)
     if args.resume_from_checkpoint:
         console.print(f"Resuming from {checkpoint}." if checkpoint else "Nothing to resume from.")
     output = Path(args.output_dir)
     output.mkdir(parents=True, exist_ok=True)
-    trainer = build_trainer(task, args, model, tokenizer, train_set)
+    trainer = build_trainer(task, args, model, tokenizer, train_set, eval_set)
 
     metrics = output / "metrics.json"
     results = {

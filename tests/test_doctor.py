@@ -313,7 +313,7 @@ MEMORY_GB = {"kk_qwen1.5b_lora": "24", "kk_qwen3b": "80", "kk_qwen7b": "80", "kk
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-@pytest.mark.parametrize("recipe", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in CONFIGS.glob("kk_*.yaml")))
 def test_every_recipe_dry_runs_under_every_profile(diagnose, recipe, profile):
     checks = diagnose(f"{recipe} {profile} --gpu_memory_gb {MEMORY_GB[recipe]}")
     assert failures(checks) == TOO_LARGE.get((recipe, profile), set())
