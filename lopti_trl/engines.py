@@ -28,11 +28,16 @@ class Sampling(NamedTuple):
 
     def transformers_kwargs(self) -> dict:
         """For GenerationConfig. All is said, or the model's own generation_config would fill in."""
-        kwargs = {"max_new_tokens": self.max_tokens, "repetition_penalty": 1.0, "do_sample": False}
-        if self.temperature == 0:
-            return kwargs
-        names = ("temperature", "top_p", "top_k")
-        return {**kwargs, "do_sample": True, **{name: getattr(self, name) for name in names}}
+        is_greedy = self.temperature == 0
+        return {
+            "max_new_tokens": self.max_tokens,
+            "repetition_penalty": 1.0,
+            "do_sample": not is_greedy,
+            # greedy: the defaults of transformers, which warns of others
+            "temperature": 1.0 if is_greedy else self.temperature,
+            "top_p": 1.0 if is_greedy else self.top_p,
+            "top_k": 50 if is_greedy else self.top_k,
+        }
 
     def vllm_kwargs(self) -> dict:
         """For vLLM's SamplingParams."""

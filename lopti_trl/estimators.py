@@ -58,13 +58,16 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
 def bootstrap(groups: Sequence[Sequence[float]], seed: int = 0) -> tuple[float, float]:
     """95 % percentile interval of the mean of the groups' means, prompts redrawn in each group."""
     rng = np.random.default_rng(seed)
-    scores = [np.asarray(group, dtype=float) for group in groups]
-    means = [
-        np.mean([rng.choice(group, len(group)).mean() for group in scores])
-        for _ in range(RESAMPLES)
-    ]
+    means = np.mean([_resampled_means(np.asarray(g, dtype=float), rng) for g in groups], axis=0)
     low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
+
+
+def _resampled_means(scores: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    n = len(scores)
+    rows = max(1, 1_000_000 // n)  # at a time, for memory
+    counts = [min(rows, RESAMPLES - start) for start in range(0, RESAMPLES, rows)]
+    return np.concatenate([scores[rng.integers(n, size=(c, n))].mean(axis=1) for c in counts])
 
 
 def interval(groups: Sequence[Sequence[float]]) -> tuple[float, float]:

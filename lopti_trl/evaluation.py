@@ -445,8 +445,10 @@ def make_rows(estimates: Mapping[str, dict]) -> tuple[list[str], list[list[str]]
                     value, low, high = (f"{100 * part[x]:.1f}" for x in ("value", "low", "high"))
                     row[metric] = f"{value} ({low}-{high})"
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    cells = [[*key, *(row.get(c, "") for c in columns)] for key, row in rows.items()]
-    return ["model", "task", *columns], cells
+    table = [["model", "task", *columns]]
+    table += [[*key, *(row.get(c, "") for c in columns)] for key, row in rows.items()]
+    header, *cells = table if len(estimates) > 1 else [row[1:] for row in table]
+    return header, cells
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -467,7 +469,7 @@ def save_result(folder: Path, result: dict, estimates: Mapping[str, dict], **fac
     (folder / "results.md").write_text(markdown(header, rows))
     table = Table(title="Held-out accuracy in percent (95 % interval)")
     for column in header:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row))
     return table
@@ -525,11 +527,12 @@ class EvaluationCallback(TrainerCallback):
         if state.is_world_process_zero and not args.disable_tqdm:
             shown = (f"{metric} {columns[AVERAGE]:.3f}" for metric, columns in values.items())
             tqdm.write(f"{name}  {'  '.join(shown)}")
-        # not the trainer's own log: GRPOTrainer's would add and clear its training metrics
-        logs = {
-            f"eval_{m}/{c}": value for m, columns in values.items() for c, value in columns.items()
-        }
+        logs = {f"eval_{m}/{c}": v for m, columns in values.items() for c, v in columns.items()}
+        # Not the trainer's own log: GRPOTrainer's would add and clear its training metrics. Any log
+        # takes back the order to log this step.
+        should_log = control.should_log
         Trainer.log(self.trainer, logs)
+        control.should_log = should_log
 
     def mean_of_last(self, count: int) -> dict[str, Scores] | None:
         """Scores averaged over the last evaluations, as the paper reports; None if none."""
