@@ -104,6 +104,7 @@ def kk_task(puzzles: "Dataset", mode: str = "strict", name: str = "kk") -> Task:
 
 def math_task(problems: "Dataset", name: str) -> Task:
     """Problems of `tasks.math.load_problems`."""
+    math.require_judge()
 
     def judge(completions, rows):
         rewards = math.math_reward(completions, [row["answer"] for row in rows])

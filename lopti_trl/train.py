@@ -77,10 +77,11 @@ class TaskArguments(HeldOutArguments):
     eval_temperature: float = field(
         default=1.0, metadata={"help": "Of every metric but greedy, whatever that of rollouts."}
     )
-    eval_every_steps: int | None = field(
+    eval_every_rollouts: int | None = field(
         default=None,
         metadata={
-            "help": "Evaluate after every so many optimizer steps too, not only before and after."
+            "help": "Evaluate after every so many rollout batches too, not only before and after: "
+            "at the same data for every method."
         },
     )
     eval_average: int = field(
@@ -96,10 +97,10 @@ class TaskArguments(HeldOutArguments):
                 "dataset=generated has no maths problems. Set dataset to a known name "
                 f"({', '.join(math.NAMED)}), a file, or a data set on the hub."
             )
-        for name in ("eval_every_steps", "eval_average"):
+        for name in ("eval_every_rollouts", "eval_average"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name}={value} is not a number of steps or evaluations from 1.")
+                raise ValueError(f"{name}={value} leaves nothing to evaluate. Use 1 or more.")
 
 
 def find_config(name: str, folder: Path = CONFIGS) -> Path:
@@ -204,6 +205,7 @@ def load_held_out(task: TaskArguments, puzzles: "Dataset | None", tokenizer) -> 
 
 def reward_function(task: TaskArguments):
     if task.task == "math":
+        math.require_judge()
         return math.math_reward
     return functools.partial(kk.kk_reward, mode=task.reward_mode)
 
@@ -368,9 +370,9 @@ def main(task: TaskArguments, args: LoptiGRPOConfig, model: ModelConfig) -> dict
             metrics.write_text(json.dumps(results, indent=2))
 
     how = {"tasks": tasks, "metrics": task.eval_metrics, "temperature": task.eval_temperature}
-    every_steps = task.eval_every_steps if tasks else None
-    evaluations = EvaluationCallback(trainer, every_steps, output / "evaluation", **how)
-    if every_steps:
+    every_steps = round((task.eval_every_rollouts or 0) * plan.optimizer_steps_per_rollout_batch)
+    evaluations = EvaluationCallback(trainer, max(1, every_steps), output / "evaluation", **how)
+    if tasks and task.eval_every_rollouts:
         trainer.add_callback(evaluations)
 
     def evaluate(moment: str) -> dict[str, dict[str, float]]:

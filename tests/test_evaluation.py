@@ -21,14 +21,8 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from rigged import CHANCES, make_rigged
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lopti_trl import evaluation
 from lopti_trl.engines import Sampling, TrainerEngine, TransformersEngine, random_state_kept
@@ -226,46 +220,10 @@ def test_batches_keep_the_budget_and_hold_every_sample_once_longest_first():
 
 # A model whose chance of success is known
 
-ANSWERS = ["\\boxed{1}", "\\boxed{2}", "\\boxed{3}", "none"]
-CHANCES = {"easy": [0.7, 0.2, 0.05, 0.05], "hard": [0.15, 0.6, 0.2, 0.05]}
-
 
 @pytest.fixture(scope="module")
 def rigged():
-    """A real model that answers by the last word of the prompt, then ends; and its tokenizer."""
-    words = ["<pad>", "<eos>", "<unk>", *CHANCES, *ANSWERS, *(f"q{i}" for i in range(7))]
-    vocab = {word: i for i, word in enumerate(words)}
-    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
-    width = len(words)
-    config = Qwen2Config(
-        vocab_size=width,
-        hidden_size=width,
-        intermediate_size=4,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    model = Qwen2ForCausalLM(config).eval()
-    logits = torch.full((width, width), -30.0)  # of the next word, by word
-    for word, chances in CHANCES.items():
-        for answer, chance in zip(ANSWERS, chances, strict=True):
-            logits[vocab[answer], vocab[word]] = math.log(chance)
-    for answer in ANSWERS:
-        logits[1, vocab[answer]] = 0.0
-    with torch.no_grad():
-        model.model.embed_tokens.weight.copy_(torch.eye(width))
-        model.model.layers[0].self_attn.o_proj.weight.zero_()
-        model.model.layers[0].mlp.down_proj.weight.zero_()
-        model.lm_head.weight.copy_(logits / math.sqrt(width))  # the last norm is sqrt(width)
-    return model, tokenizer
+    return make_rigged()
 
 
 def rigged_task(num_prompts: int, word: str) -> Task:
@@ -281,12 +239,13 @@ def rigged_task(num_prompts: int, word: str) -> Task:
 def test_a_rigged_model_is_measured_within_its_interval(rigged, tmp_path):
     pytest.importorskip("math_verify")
     model, tokenizer = rigged
-    tasks = [rigged_task(150, word) for word in CHANCES]
+    words = ("easy", "hard")
+    tasks = [rigged_task(150, word) for word in words]
     metrics = ["greedy", "sampled", "avg@6", "pass@2", "pass@6", "maj@3"]
     engine = TransformersEngine(model, tokenizer, batch_tokens=2000)
     result = evaluate(engine, tokenizer, tasks, metrics, Sampling(4, 1.0), 0, tmp_path)
-    for word, (right, wrong, other, _) in CHANCES.items():
-        none = 0.05
+    for word in words:
+        right, wrong, other, none = CHANCES[word]
         chances = {"1": right, "2": wrong, "3": other, "-": none}
         majority = 0.0
         for votes in itertools.product(chances, repeat=3):

@@ -414,9 +414,14 @@ _inherited = []  # servers of the processes that forked this one: not ours to us
 _cache: dict[str, Verdict] = {}
 
 
-def _start_server() -> subprocess.Popen:
+def require_judge() -> None:
+    """Raise ImportError if what judges answers is not installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("math_reward needs math-verify. Run: pip install 'lopti-trl[math]'.")
+
+
+def _start_server() -> subprocess.Popen:
+    require_judge()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     count = max(1, min(4, (os.cpu_count() or 1) // ranks))
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
