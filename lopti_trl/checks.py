@@ -253,6 +253,7 @@ def check_packages(run: Run) -> Check:
         "requests": args.use_vllm and args.vllm_mode == "server",
         "deepspeed": bool(run.launch.deepspeed),
         "bitsandbytes": run.bits < 16,
+        "math-verify": run.task.task == "math",
     }
     wanted = [name for name, is_needed in needed.items() if is_needed]
     missing = [name for name in wanted if name not in packages]
@@ -370,16 +371,16 @@ def check_update_options(run: Run) -> Check:
     return Check("update_ options", OK, found)
 
 
-def check_data(lengths: list[int], plan: Plan, is_estimate: bool) -> Check:
+def check_data(lengths: list[int], plan: Plan, estimated: str) -> Check:
     return judge(
         "data",
         f"{len(lengths):,} prompts of up to {max(lengths)} tokens, "
         f"{plan.prompts_per_rollout_batch} a rollout batch",
         (
-            is_estimate,
+            bool(estimated),
             WARN,
-            "lengths estimated from the text, without a tokenizer",
-            "Download the model, or run doctor where the hub is reached.",
+            estimated,
+            "Download the model and the data, or run doctor where the hub is reached.",
         ),
     )
 

@@ -10,6 +10,13 @@ def train(args: list[str]) -> None:
     main(*parse_args(args))
 
 
+def evaluate(args: list[str]) -> None:
+    """Measure a model, or the last checkpoints of a run: --config FILE [--option value ...]."""
+    from lopti_trl.eval import main, parse_args
+
+    main(*parse_args(args))
+
+
 def doctor(args: list[str]) -> None:
     """Check a recipe against the machine: --config FILE [--accelerate_config FILE] [...]."""
     from lopti_trl.doctor import main
@@ -17,7 +24,7 @@ def doctor(args: list[str]) -> None:
     sys.exit(main(args))
 
 
-VERBS = {"train": train, "doctor": doctor}
+VERBS = {"train": train, "eval": evaluate, "doctor": doctor}
 
 
 def main() -> None:

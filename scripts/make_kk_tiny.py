@@ -19,7 +19,8 @@ from tokenizers import AddedToken
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from lopti_trl.evaluation import accuracy_by_size, correct_by_size
+from lopti_trl.engines import Sampling, TransformersEngine
+from lopti_trl.evaluation import accuracy, evaluate, kk_task
 from lopti_trl.tasks import kk
 
 BATCH_SIZE = 32
@@ -235,9 +236,10 @@ def main() -> None:
     ):
         generated = texts(pools, tokenizer, steps, args.seed, **style)
         warm_start(model, tokenizer, Dataset.from_list(list(generated)), learning_rate, args)
-        for temperature in (0.0, 1.0):
-            correct = correct_by_size(model, tokenizer, held_out, 320, temperature)
-            print(f"{name}, temperature {temperature}: {accuracy_by_size(correct)}")
+        engine = TransformersEngine(model, tokenizer)
+        metrics = ["greedy", "sampled"]
+        result = evaluate(engine, tokenizer, [kk_task(held_out)], metrics, Sampling(320, 1.0))
+        print(f"{name}: {accuracy(result['scores'])}")
         model.save_pretrained(args.output)
         tokenizer.save_pretrained(args.output)
 

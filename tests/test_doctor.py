@@ -287,6 +287,10 @@ def diagnose(models, tmp_path):
         name = yaml.safe_load(config.read_text())["model_name_or_path"]
         model = ["--model_name_or_path", models.get(name, name)]
         few = ["--num_people", "3", "--train_puzzles", "140", "--test_puzzles", "4"]
+        if recipe.startswith("math"):  # theirs is on the hub
+            problems = tmp_path / "problems.jsonl"
+            problems.write_text('{"problem": "What is 1 + 1?", "answer": "2"}\n' * 140)
+            few += ["--dataset", str(problems)]
         few += ["--output_dir", str(tmp_path)]
         checks, _ = examine(["--config", str(config), *model, *few, *options], machine)
         return {check.name: check for check in sorted(checks, key=lambda c: c.status == FAIL)}
@@ -299,23 +303,22 @@ def failures(checks: dict) -> set[str]:
 
 
 # 7B fits only where everything is sharded, 3B not where nothing is
+LARGE = ("kk_qwen7b", "math_dsr_qwen7b", "math_orz_qwen7b")
 TOO_LARGE = {
-    ("kk_qwen7b", "single_gpu"): {"memory"},
-    ("kk_qwen7b", "ddp"): {"memory"},
-    ("kk_qwen7b", "zero2"): {"memory"},
+    **{(name, place): {"memory"} for name in LARGE for place in ("single_gpu", "ddp", "zero2")},
     ("kk_qwen3b", "single_gpu"): {"memory"},
     ("kk_qwen3b", "ddp"): {"memory"},
     ("kk_tiny_cpu", "fsdp2"): {"launch"},
     ("kk_tiny_cpu", "zero2"): {"launch"},
     ("kk_tiny_cpu", "zero3"): {"launch"},
 }
-MEMORY_GB = {"kk_qwen1.5b_lora": "24", "kk_qwen3b": "80", "kk_qwen7b": "80", "kk_tiny_cpu": "80"}
+MEMORY_GB = {"kk_qwen1.5b_lora": "24"}
 
 
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in CONFIGS.glob("kk_*.yaml")))
 def test_every_recipe_dry_runs_under_every_profile(diagnose, recipe, profile):
-    checks = diagnose(f"{recipe} {profile} --gpu_memory_gb {MEMORY_GB[recipe]}")
+    checks = diagnose(f"{recipe} {profile} --gpu_memory_gb {MEMORY_GB.get(recipe, '80')}")
     assert failures(checks) == TOO_LARGE.get((recipe, profile), set())
     assert all(checks[name].fix for name in failures(checks))
     assert checks["machine"].status == (OK if recipe == "kk_tiny_cpu" else WARN)
