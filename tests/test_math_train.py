@@ -127,7 +127,8 @@ def test_the_tiny_model_trains_two_steps_on_a_parquet_of_problems(problems, tmp_
     ]
     metrics = ["--eval_metrics", "greedy", "pass@2", "--eval_average", "2"]
     size = ["--max_steps", "2", "--max_completion_length", "12", "--disable_tqdm", "true"]
-    size += ["--per_device_train_batch_size", "16", "--lopti_eta", "none"]
+    size += ["--gradient_accumulation_steps", "1", "--steps_per_generation", "1"]
+    size += ["--lopti_eta", "none"]
     base = ["--config", "kk_tiny_cpu.yaml", "--output_dir", str(output)]
     results = main(*parse_args([*base, *data, *held_out, *metrics, *size]))
     assert set(results["evaluation"]) == {"before", "after", "mean of last 2"}
@@ -162,6 +163,8 @@ def test_a_model_that_is_sometimes_right_learns_to_be(method, tmp_path):
         "learning_rate": 0.1,
         "max_steps": 16 if method else 8,
         "per_device_train_batch_size": 32,
+        "gradient_accumulation_steps": 1,
+        "steps_per_generation": 1,
         "num_generations": 8,
         "max_completion_length": 4,
         "logging_steps": 1,

@@ -77,7 +77,8 @@ def train(tmp_path: Path, *options: str) -> tuple[dict, pd.DataFrame]:
     """Metrics of the run, and the completions of its first step."""
     base = ["--config", "kk_tiny_cpu.yaml", "--output_dir", str(tmp_path / "run"), "--max_steps=2"]
     base += ["--disable_tqdm", "true", "--log_completions", "true", "--max_completion_length=24"]
-    base += ["--per_device_train_batch_size=16", "--per_device_eval_batch_size=8"]
+    base += ["--gradient_accumulation_steps=1", "--steps_per_generation=1"]
+    base += ["--per_device_eval_batch_size=8"]
     results = main(*parse_args([*base, *options]))
     first, *_ = sorted((tmp_path / "run" / "completions").glob("*.parquet"))
     return results, pd.read_parquet(first)
