@@ -65,7 +65,10 @@ class Row(NamedTuple):
 
 
 class SampledGRPOTrainer(ResumableGRPOTrainer):
-    """`ResumableGRPOTrainer` with the options of `SamplingConfig`."""
+    """`ResumableGRPOTrainer` with the options of `SamplingConfig`.
+
+    For dynamic sampling a subclass calls `_replace_flat_groups` before TRL makes a rollout batch.
+    """
 
     _curriculum: CurriculumSampler | None = None
     _is_extra_round = False

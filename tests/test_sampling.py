@@ -245,6 +245,26 @@ def test_fresh_prompts_are_new_and_each_comes_once(make):
     assert trainer._metrics["train"]["num_tokens"] == [trainer.state.num_input_tokens_seen]
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "flat"), [("sum_then_normalize", 1.0), ("normalize_then_sum", 0.0)]
+)
+def test_spread_is_of_what_trl_compares_the_sum_or_each_reward(make, aggregation, flat):
+    """2 - 2 * 1 = 0: the sum is alike, the normalised rewards are not."""
+
+    def twice(completions, **kwargs):
+        return [2.0 * (i % 2) for i in range(len(completions))]
+
+    def minus(completions, **kwargs):
+        return [-1.0 * (i % 2) for i in range(len(completions))]
+
+    fields = {"multi_objective_aggregation": aggregation, "reward_weights": [1.0, 2.0]}
+    trainer = make([twice, minus], dynamic_sampling_rounds=1, **fields)
+    trainer.model.train()
+    trainer._prepare_inputs([{"prompt": word} for word in ("ba", "be") for _ in range(GROUP)])
+    assert trainer._metrics["train"]["dynamic_sampling/flat_drawn"] == [flat]
+    assert (buffer(trainer)["advantages"].abs().max() > 0.5) == (flat == 0)
+
+
 def test_only_as_many_groups_are_drawn_as_are_missing_and_good_ones_stay(make):
     trainer = make(dynamic_sampling_rounds=1)
     trainer.model.train()
