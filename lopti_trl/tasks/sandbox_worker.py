@@ -186,7 +186,7 @@ def decode(data):
 
 
 class Channel:
-    """Messages to and fro, a line of JSON each."""
+    """Messages in both directions, a line of JSON each."""
 
     def __init__(self, descriptor: int):
         self.descriptor = descriptor
