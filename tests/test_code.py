@@ -97,11 +97,12 @@ def test_rows_and_characters_can_be_limited():
     [
         (HUMANEVAL, 1, {"prompt": ""}, r"row 1, column 'prompt': found ''; give a text"),
         (HUMANEVAL, 0, {"entry_point": None}, r"row 0, column 'entry_point': found None"),
-        (HUMANEVAL, 1, {"test": "def check(:"}, r"row 1, column 'test': .*correct the tests' synt"),
+        (HUMANEVAL, 1, {"test": "def check(:"}, r"row 1, column 'test': .*correct its Python"),
+        (HUMANEVAL, 0, {"prompt": "def f(:"}, r"row 0, column 'prompt': .*correct its Python"),
         (MBPP, 2, {"text": " "}, r"row 2, column 'text': found ' '; give a text"),
         (MBPP, 3, {"test_list": []}, r"row 3, column 'test_list': found \[\]; list the tests"),
         (MBPP, 0, {"test_list": ["", "a"]}, r"row 0, column 'test_list'.*at least one"),
-        (MBPP, 1, {"test_list": ["assert ("]}, r"row 1, column 'test_list'.*syntax"),
+        (MBPP, 1, {"test_list": ["assert ("]}, r"row 1, column 'test_list'.*its Python"),
         (MBPP, 1, {"test_list": ["assert True"]}, r"row 1, column 'test_list'.*call a function"),
     ],
 )

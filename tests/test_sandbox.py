@@ -131,6 +131,7 @@ IN_F = {
         "import os\n    read = C(310 if X86 else 270, os.getppid(), B(16), 1, B(16), 1, 0)\n"
         "    return 4 if read > 0 else 0"
     ),
+    "retire memory": "return 4 if C(28 if X86 else 233, B(1 << 16), 4096, 101) == 0 else 0",
     "keys": "return 4 if C(248 if X86 else 217, b'user', b'x', b'x', 1, -4) > 0 else 0",
     # network
     "tcp": "import socket; socket.create_connection(('127.0.0.1', PORT)); return 4",
@@ -219,7 +220,7 @@ def check_contained(box: Sandbox, world: World, program: str) -> None:
     start = time.monotonic()
     verdict = box.judge([Job(program, "", "assert f(2) == 4", ("f",))], SHORT)[0]
     assert verdict in ("failed", "died", "late")
-    assert time.monotonic() - start < SHORT.wall_seconds + 1.5
+    assert time.monotonic() - start < SHORT.wall_seconds + 5  # on a busy machine
     assert worker.is_running()
     assert worker.children(recursive=True) == []
     assert world.state() == world.before

@@ -52,19 +52,27 @@ def called_names(setup: str, tests: str) -> list[str]:
     return sorted(_names(tests, ast.Load) - known)
 
 
+def _check_python(index: int, row: dict, column: str, code: str) -> None:
+    try:
+        ast.parse(code)
+    except SyntaxError as error:
+        raise BadRow(index, row, column, f"correct its Python: {error}") from error
+
+
 def _humaneval(index: int, row: dict) -> dict:
     check_text(index, row, "prompt", "test", "entry_point")
-    name = row["entry_point"]
+    prompt, name = row["prompt"], row["entry_point"]
     tests = f"{row['test']}\ncheck({name})\n"
+    _check_python(index, row, "prompt", prompt)
+    _check_python(index, row, "test", tests)
+    solution = row.get("canonical_solution")
     return {
-        "description": f"Complete this function.\n\n```python\n{row['prompt'].strip()}\n```",
-        "header": row["prompt"],
-        "setup": row["prompt"],  # its helper functions; the function itself has no body there
+        "description": f"Complete this function.\n\n```python\n{prompt.strip()}\n```",
+        "header": prompt,
+        "setup": prompt,  # its helper functions; the function itself has no body there
         "tests": tests,
-        "names": sorted({name, *called_names(row["prompt"], tests)}),
-        "reference": row["prompt"] + row["canonical_solution"]
-        if "canonical_solution" in row
-        else None,
+        "names": sorted({name, *called_names(prompt, tests)}),
+        "reference": None if solution is None else prompt + solution,
     }
 
 
@@ -76,6 +84,11 @@ def _mbpp(index: int, row: dict) -> dict:
         raise BadRow(index, row, "test_list", "list the tests as texts, at least one")
     setup = "\n".join([*(row.get("test_imports") or []), row.get("test_setup_code") or ""])
     every_test = "\n".join([*tests, *(row.get("challenge_test_list") or [])])
+    _check_python(index, row, "test_setup_code", setup)
+    _check_python(index, row, "test_list", every_test)
+    names = called_names(setup, every_test)
+    if not names:
+        raise BadRow(index, row, "test_list", "let a test call a function of the program")
     # one test is shown, for the names and types; the others are not there to be learnt by heart
     description = f"{row[column].strip()}\nIt must pass this test, and others:\n{tests[0].strip()}"
     return {
@@ -83,23 +96,14 @@ def _mbpp(index: int, row: dict) -> dict:
         "header": "",
         "setup": setup,
         "tests": every_test,
-        "names": called_names(setup, every_test),
+        "names": names,
         "reference": row.get("code"),
     }
 
 
 def read_problem(index: int, row: dict) -> dict:
     """A row of HumanEval's or MBPP's columns in ours. ValueError names the row and column."""
-    is_humaneval = "entry_point" in row
-    try:
-        problem = (_humaneval if is_humaneval else _mbpp)(index, row)
-    except SyntaxError as error:
-        column = "test" if is_humaneval else "test_list"
-        raise BadRow(index, row, column, f"correct the tests' syntax: {error}") from error
-    if not problem["names"]:
-        column = "test" if is_humaneval else "test_list"
-        raise BadRow(index, row, column, "let a test call a function of the program")
-    return problem
+    return _humaneval(index, row) if "entry_point" in row else _mbpp(index, row)
 
 
 def _job(problem: dict, program: str) -> sandbox.Job:

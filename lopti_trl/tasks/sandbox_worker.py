@@ -16,6 +16,7 @@ import fcntl
 import importlib
 import itertools
 import json
+import mmap
 import os
 import resource
 import select
@@ -34,15 +35,21 @@ from fractions import Fraction
 SYSTEM_CALLS = (  # noqa: SIM905 - a list literal would take 80 lines
     "read readv pread64 write writev close lseek open openat stat lstat fstat newfstatat statx "
     "access faccessat faccessat2 readlink readlinkat getdents64 getcwd dup dup2 dup3 poll ppoll "
-    "select pselect6 mmap munmap mprotect mremap madvise brk futex rt_sigaction rt_sigprocmask "
+    "select pselect6 mmap munmap mprotect mremap brk futex rt_sigaction rt_sigprocmask "
     "rt_sigreturn sigaltstack alarm getitimer setitimer pause clock_gettime clock_getres "
     "clock_nanosleep nanosleep gettimeofday time times getrusage getpid getppid gettid getuid "
     "geteuid getgid getegid getrandom uname sysinfo sched_getaffinity sched_yield restart_syscall "
     "exit exit_group"
 ).split()
-COMMANDS = {  # of these two calls; others would have signals sent, or change a terminal
-    "fcntl": (fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL),
-    "ioctl": (0x5401, 0x5451),  # TCGETS, FIOCLEX
+# Of these calls the argument at a place must be one of some values: others send signals, change a
+# terminal or, for root, retire pages of the machine's memory.
+RESTRICTED_CALLS = {
+    "fcntl": (
+        1,
+        (fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL),
+    ),
+    "ioctl": (1, (0x5401, 0x5451)),  # TCGETS, FIOCLEX
+    "madvise": (2, (mmap.MADV_DONTNEED, mmap.MADV_FREE, mmap.MADV_HUGEPAGE)),
 }
 READABLE_FOLDERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
 READABLE_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom")
@@ -65,9 +72,9 @@ def make_filter():
     calls = pyseccomp.SyscallFilter(pyseccomp.ERRNO(1))  # EPERM, for all that is not listed
     for name in SYSTEM_CALLS:
         calls.add_rule(pyseccomp.ALLOW, name)
-    for name, commands in COMMANDS.items():
-        for command in commands:
-            calls.add_rule(pyseccomp.ALLOW, name, pyseccomp.Arg(1, pyseccomp.EQ, command))
+    for name, (place, values) in RESTRICTED_CALLS.items():
+        for value in values:
+            calls.add_rule(pyseccomp.ALLOW, name, pyseccomp.Arg(place, pyseccomp.EQ, value))
     return calls
 
 
@@ -179,7 +186,7 @@ def decode(data):
 
 
 class Channel:
-    """Messages to and fro, a line of JSON each."""
+    """Messages in both directions, a line of JSON each."""
 
     def __init__(self, descriptor: int):
         self.descriptor = descriptor
