@@ -14,7 +14,6 @@ from typing import NamedTuple
 from trl import ModelConfig
 
 from lopti_trl.config import TRICKS, LoptiGRPOConfig
-from lopti_trl.engine import SERVE, server_url
 from lopti_trl.memory import (
     Engine,
     ModelSize,
@@ -24,6 +23,7 @@ from lopti_trl.memory import (
     engine_sequences,
 )
 from lopti_trl.train import Plan, TaskArguments, method_name
+from lopti_trl.vllm import SERVE, server_url
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 TIGHT = 0.9  # share of the memory above which an estimate is too close to call

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import set_seed
 
 from lopti_trl.config import LoptiGRPOConfig
-from lopti_trl.engine import SERVE, SharedFailure, require_engine, rollout_seed, server_url
 from lopti_trl.phases import (
     MicroStep,
     low_prob_mask,
@@ -34,6 +33,7 @@ from lopti_trl.update import (
     score_by_length,
     take,
 )
+from lopti_trl.vllm import SERVE, SharedFailure, require_vllm, rollout_seed, server_url
 from lopti_trl.weights import ar_weights
 
 # loss types whose gradient vanishes outside a clip range; the others shape the ratio smoothly
@@ -80,7 +80,7 @@ class LoptiGRPOTrainer(SampledGRPOTrainer):
 
     def __init__(self, model, reward_funcs=None, args=None, *others, **kwargs):
         if args is not None:
-            require_engine(args)
+            require_vllm(args)
         super().__init__(model, reward_funcs, args, *others, **kwargs)
         if not isinstance(self.args, LoptiGRPOConfig):
             self.args = copy.copy(self.args)  # the caller's object stays a GRPOConfig

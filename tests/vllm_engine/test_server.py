@@ -13,7 +13,7 @@ import torch
 
 from lopti_trl import LoptiGRPOConfig, LoptiGRPOTrainer
 from lopti_trl.checkpoint import find_last_checkpoint, what_is_broken
-from lopti_trl.engine import require_engine
+from lopti_trl.vllm import require_vllm
 from vllm_engine.conftest import DEFAULTS, build
 from vllm_engine.fake_server import SERVED, FakeServer, skip_nccl
 
@@ -70,7 +70,7 @@ def test_a_server_that_is_still_starting_is_waited_for(free_port):
     args = server_args(vllm_server_base_url=f"http://127.0.0.1:{free_port}", vllm_server_timeout=60)
     start = time.monotonic()
     later.start()
-    require_engine(args)
+    require_vllm(args)
     assert 1.4 < time.monotonic() - start < 10
     servers[0].__exit__()
 

@@ -17,7 +17,7 @@ SERVE = (
 )
 
 
-def require_engine(args: GRPOConfig) -> None:
+def require_vllm(args: GRPOConfig) -> None:
     """Raise before the model loads what TRL finds only afterwards: no usable vLLM, no server.
 
     Raises:
