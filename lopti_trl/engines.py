@@ -183,7 +183,7 @@ class VLLMEngine:
         params = [
             SamplingParams(
                 **sampling.vllm_kwargs(),
-                seed=hash_seed(*seed, row),
+                seed=hash_seed(*seed, row) if sampling.temperature else None,
                 stop_token_ids=self.eos_ids,
                 detokenize=False,
             )

@@ -1,128 +1,113 @@
-"""Evaluation by vLLM: as transformers evaluates, in training too."""
+"""The evaluation command with vLLM and with transformers: one model, the same measurement."""
 
-import functools
 import json
-import math
 
 import pytest
 import torch
 import vllm
+import yaml
+from datasets import Dataset
 
-from vllm_engine.conftest import MODEL
+from lopti_trl.engines import Sampling, TransformersEngine
+from lopti_trl.eval import main, parse_args
+from lopti_trl.evaluation import EvaluationCallback, Task, evaluate, read_samples
 
-engines = pytest.importorskip("lopti_trl.engines", reason="evaluation knows no vLLM here yet")
-
-from lopti_trl.eval import main, parse_args  # noqa: E402
-
-from lopti_trl.evaluation import (  # noqa: E402
-    EvaluationCallback,
-    HeldOutArguments,
-    evaluate_trainer,
-    load_task,
-    read_samples,
-)
-
-NUM_PUZZLES, NUM_SAMPLES = 60, 4
+OPTIONS = {
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 32 * 2**20,  # engines outlive tests
+    # no prompt in two parts: there vLLM 0.30 rewinds a request's generator, which a CPU's cannot
+    "max_num_batched_tokens": 32_768,
+}
 
 
-@pytest.fixture
-def evaluate(tmp_path, monkeypatch):
-    """Evaluate by the command: `evaluate("vllm")` gives accuracy and samples by way of drawing."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no second process, which imports
-    options = {
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": 32 * 2**20,
-        "max_num_batched_tokens": 2**15,  # a seeded prompt cut in two is an error on CPU
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """(estimates, folder) of each engine."""
+    patch = pytest.MonkeyPatch()
+    folder = tmp_path_factory.mktemp("evaluation")
+    real = vllm.LLM
+    patch.setattr(vllm, "LLM", lambda model, **options: real(model, **{**options, **OPTIONS}))
+    recipe = {
+        "model_name_or_path": "kk-tiny",
+        "dtype": "float32",
+        "use_cpu": True,
+        "num_people": [2, 3],
+        "test_puzzles": 20,
+        "metrics": ["greedy", "avg@4", "pass@4"],
+        "max_completion_length": 224,
+        "vllm_max_model_length": 512,
     }
-    monkeypatch.setattr(vllm, "LLM", functools.partial(vllm.LLM, **options))
-
-    def run(engine: str, name: str = "", **changes) -> tuple[dict, dict[str, list[dict]]]:
-        folder = tmp_path / f"{engine}{name}"
-        options = {
-            "model_name_or_path": MODEL,
-            "num_people": [3],
-            "test_puzzles": NUM_PUZZLES,
-            "metrics": ["greedy", f"avg@{NUM_SAMPLES}"],
-            "temperature": 0.5,
-            "max_completion_length": 64,
-            "dtype": "float32",
-            "use_cpu": True,
-            "vllm_max_model_length": 512,
-            "engine": engine,
-            "output_dir": str(folder),
-            **changes,
-        }
-        (tmp_path / "eval.yaml").write_text(json.dumps(options))
-        [[tasks]] = [list(main(*parse_args(["--config", str(tmp_path / "eval.yaml")])).values())]
-        accuracy = {metric: groups["average"]["value"] for metric, groups in tasks["kk"].items()}
-        [kept] = (folder / "samples").iterdir()
-        draws = {draw: read_samples(kept / "kk" / draw) for draw in ("greedy", "sampled")}
-        key = ("prompt", "sample")
-        return accuracy, {
-            draw: sorted(samples, key=lambda sample: [sample[name] for name in key])
-            for draw, samples in draws.items()
-        }
-
-    return run
+    found = {}
+    for engine in ("transformers", "vllm"):
+        output = folder / engine
+        path = folder / f"{engine}.yaml"
+        path.write_text(yaml.safe_dump({**recipe, "engine": engine, "output_dir": str(output)}))
+        found[engine] = main(*parse_args(["--config", str(path)])), output
+    patch.undo()
+    return found
 
 
-def test_vllm_evaluates_as_transformers_does(evaluate):
-    (ours, our_samples), (theirs, their_samples) = evaluate("vllm"), evaluate("transformers")
-    assert our_samples["greedy"] == their_samples["greedy"]  # text, length, end and mark of each
-    assert ours["greedy"] == theirs["greedy"]
-    assert len({sample["completion"] for sample in our_samples["greedy"]}) > NUM_PUZZLES / 4
-    assert sum(sample["finished"] for sample in our_samples["greedy"]) > 0
-    metric = f"avg@{NUM_SAMPLES}"
-    mean, num_samples = (ours[metric] + theirs[metric]) / 2, NUM_PUZZLES * NUM_SAMPLES
-    assert 0.02 < mean < 0.98
-    deviation = math.sqrt(2 * mean * (1 - mean) / num_samples)
-    assert abs(ours[metric] - theirs[metric]) < 4 * deviation
+def samples(results, engine: str, draw: str) -> list[dict]:
+    folder = results[engine][1] / "samples" / "kk-tiny" / "kk" / draw
+    return sorted(read_samples(folder), key=lambda sample: (sample["prompt"], sample["sample"]))
 
 
-def test_the_seed_decides_the_samples_of_vllm(evaluate):
-    (_, first), (_, again), (_, other) = (
-        evaluate("vllm", name, seed=seed, test_puzzles=8)
-        for name, seed in (("first", 1), ("again", 1), ("other", 2))
-    )
-    assert first == again
-    assert first["greedy"] == other["greedy"]
-    texts = [
-        [sample["completion"] for sample in samples["sampled"]] for samples in (first, again, other)
+def test_greedy_agrees_answer_by_answer(results):
+    ours, theirs = (samples(results, engine, "greedy") for engine in ("transformers", "vllm"))
+    assert len(ours) == 40
+    assert theirs == ours  # text, length, how it ended, verdict and vote
+
+
+def test_samples_agree_within_the_interval(results):
+    for metric in ("avg@4", "pass@4"):
+        ours, theirs = (
+            results[engine][0]["kk-tiny"]["kk"][metric]["average"]
+            for engine in ("transformers", "vllm")
+        )
+        assert ours["low"] <= theirs["value"] <= ours["high"]
+        assert theirs["low"] <= ours["value"] <= theirs["high"]
+        assert 0 < ours["value"] < 1
+
+
+def test_vllm_draws_each_sample_once_and_apart(results):
+    drawn = samples(results, "vllm", "sampled")
+    assert [(s["prompt"], s["sample"]) for s in drawn] == [
+        (prompt, sample) for prompt in range(40) for sample in range(4)
     ]
-    assert texts[0] != texts[2]
-    of_prompts = zip(*[iter(texts[0])] * NUM_SAMPLES, strict=True)
-    assert sum(len(set(group)) > 1 for group in of_prompts) > 4  # no copies
+    texts = [{s["completion"] for s in drawn[start : start + 4]} for start in range(0, 160, 4)]
+    assert sum(len(group) > 1 for group in texts) > 35
+    settings = results["vllm"][1] / "samples" / "kk-tiny" / "kk" / "sampled" / "settings.json"
+    assert json.loads(settings.read_text())["engine"] == "vllm"
 
 
-def test_evaluating_by_the_colocated_engine_leaves_no_trace_in_training(make_trainer, tmp_path):
-    runs = []
-    for every_steps in (None, 3):  # within a rollout batch of four steps
-        trainer = make_trainer(max_steps=8, output_dir=tmp_path / f"out{every_steps}")
-        if every_steps:
-            arguments = HeldOutArguments(num_people=[2], test_puzzles=8)
-            task = load_task("kk", trainer.processing_class, arguments)
-            callback = EvaluationCallback(
-                trainer, every_steps, tmp_path / "eval", tasks=[task], metrics=["greedy", "avg@2"]
-            )
-            trainer.add_callback(callback)
-        trainer.train()
-        runs.append(trainer)
-    plain, evaluated = runs
-    assert sorted(callback.scores) == [3, 6]
-    assert plain.completions() == evaluated.completions()
-    for ours, theirs in zip(plain.model.parameters(), evaluated.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+def letters_task() -> Task:
+    """Right if the completion has an even number of letters e."""
+    rows = Dataset.from_dict({"prompt": ["Zoey is a knave", "Luke", "a very special island"]})
+
+    def judge(completions, rows):
+        return [(text.count("e") % 2 == 0, None) for text in completions]
+
+    return Task("letters", rows, ["letters"] * 3, judge)
 
 
-def test_the_colocated_engine_evaluates_the_weights_of_this_step(make_trainer, tmp_path):
-    trainer = make_trainer(max_steps=6, learning_rate=1e-3, vllm_max_model_length=512)
-    trainer.train()
-    arguments = HeldOutArguments(num_people=[2], test_puzzles=16)
-    task = load_task("kk", trainer.processing_class, arguments)
-    prompts = trainer.processing_class(list(task.rows["prompt"]))["input_ids"]
-    sampling = engines.Sampling(max_tokens=12)
-    by_vllm = engines.TrainerEngine(trainer)(prompts, sampling, (0,))
-    model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
-    assert by_vllm == engines.TransformersEngine(model, tokenizer)(prompts, sampling, (0,))
-    scores = evaluate_trainer(trainer, tasks=[task], metrics=["greedy"])
-    assert len(scores["kk"]["greedy"]["2"]) == 16
+def test_a_colocated_engine_evaluates_the_trainers_weights_and_leaves_no_trace(
+    make_trainer, tmp_path
+):
+    plain, watched = make_trainer(max_steps=6), make_trainer(max_steps=6)
+    how = {"tasks": [letters_task()], "metrics": ["greedy", "avg@8"]}
+    callback = EvaluationCallback(watched, 2, tmp_path / "evaluation", **how)
+    watched.add_callback(callback)
+    plain.train()
+    watched.train()
+    assert list(callback.scores) == [2, 4, 6]
+    assert plain.completions() == watched.completions()
+    for name, value in plain.model.state_dict().items():
+        assert torch.equal(value, watched.model.state_dict()[name]), name
+    kept = read_samples(tmp_path / "evaluation" / "step-6" / "letters" / "greedy")
+    engine = TransformersEngine(watched.model, watched.processing_class)
+    again = evaluate(
+        engine, watched.processing_class, how["tasks"], ["greedy"], Sampling(12), 0, tmp_path / "hf"
+    )
+    assert kept == read_samples(tmp_path / "hf" / "letters" / "greedy")
+    assert again["scores"]["letters"]["greedy"] == callback.scores[6]["letters"]["greedy"]
+    assert watched.vllm_generation.temperature == 0.9  # the rollouts'
