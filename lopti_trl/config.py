@@ -12,6 +12,8 @@ from typing import Literal, get_args
 from trl import GRPOConfig
 from trl.import_utils import is_vllm_available
 
+from lopti_trl.diw_config import DIWConfig
+
 # serves as TRL 1.16 asks for
 SERVE = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --max-logprobs -1 "
@@ -21,7 +23,7 @@ TRICKS = ("trim", "balance", "skip", "cut", "project")
 
 
 @dataclass
-class LoptiGRPOConfig(GRPOConfig):
+class LoptiGRPOConfig(DIWConfig, GRPOConfig):
     """`trl.GRPOConfig` with the token-probability methods, all off by default.
 
     pi_old is the probability of a sampled token under the policy that made the rollout, at the
@@ -136,6 +138,16 @@ class LoptiGRPOConfig(GRPOConfig):
                 "the off-policy mask of a sequence needs all its tokens",
             ),
             (
+                self.diw,
+                whole_rows,
+                "the weights of a sequence need all its tokens",
+            ),
+            (
+                self.diw_energy_beta != 0 or self.diw_learn_tau,
+                ("skip",),
+                "energy shaping and a learnt tau need every row",
+            ),
+            (
                 self.loss_type in ("grpo", "sapo"),
                 ("cut",),
                 f"loss_type={self.loss_type} divides by a row's number of tokens",
@@ -169,11 +181,12 @@ class LoptiGRPOConfig(GRPOConfig):
     @property
     def uses_token_probs(self) -> bool:
         """Whether any method needs pi_old."""
-        return self.uses_ar or self.uses_lopti or self.prob_band is not None
+        return self.uses_ar or self.uses_lopti or self.prob_band is not None or self.diw
 
     def __post_init__(self):
         super().__post_init__()
         self._check_ranges()
+        self.check_diw()
         if self.uses_lopti:
             self._check_phases()
         is_colocated = self.use_vllm and self.vllm_mode == "colocate"

@@ -182,6 +182,10 @@ def method_name(args: LoptiGRPOConfig) -> str:
         )
     if args.prob_band is not None:
         parts.append(f"band {args.prob_band}")
+    if args.diw:
+        parts.append(f"DIW (xi {args.diw_xi_start:g} to {args.diw_xi_end:g})")
+    if args.raft:
+        parts.append("RAFT")
     return " + ".join(parts)
 
 

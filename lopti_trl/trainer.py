@@ -14,8 +14,8 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import set_seed
 
-from lopti_trl.checkpoint import ResumableGRPOTrainer
 from lopti_trl.config import SERVE, LoptiGRPOConfig, check_engine, server_url
+from lopti_trl.diw import DIWTrainer
 from lopti_trl.phases import (
     MicroStep,
     low_prob_mask,
@@ -31,6 +31,7 @@ from lopti_trl.update import (
     only_where,
     score_by_length,
     take,
+    valid_tokens,
 )
 from lopti_trl.weights import ar_weights
 
@@ -48,7 +49,7 @@ class Scored(NamedTuple):
     entropies: Tensor
 
 
-class LoptiGRPOTrainer(ResumableGRPOTrainer):
+class LoptiGRPOTrainer(DIWTrainer):
     """`trl.GRPOTrainer` with Advantage Reweighting [AR], Lopti and probability bands.
 
     Takes the arguments of `GRPOTrainer`; `args` is a `LoptiGRPOConfig` (a plain `GRPOConfig` means
@@ -150,7 +151,7 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
 
     def _memberships(self, rollout: dict) -> dict[str, Tensor]:
         """Token sets that stay fixed over every pass of a rollout batch, (B, T) bool each."""
-        old_logps, mask = rollout["old_per_token_logps"], _valid_tokens(rollout)
+        old_logps, mask = rollout["old_per_token_logps"], valid_tokens(rollout)
         memberships = {}
         if self.args.uses_lopti:
             eta = self.args.lopti_eta
@@ -242,7 +243,7 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
 
     def _log_savings(self, rows: dict, trainable: Tensor, layouts: list[Layout]) -> list[float]:
         """Log what the layout saves. Returns the rows in each micro-batch, of all processes."""
-        valid = _valid_tokens(rows)
+        valid = valid_tokens(rows)
         scored = trainable if "project" in self._tricks else valid
         sums = [
             *(len(layout.rows) for layout in layouts),
@@ -291,7 +292,7 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
 
     def _trainable_tokens(self, inputs: dict) -> Tensor:
         """(B, T) bool: tokens that carry a gradient in this micro-step."""
-        trainable = _valid_tokens(inputs).bool()
+        trainable = valid_tokens(inputs).bool()
         if self.args.uses_lopti:
             low = inputs["low_prob_mask"]
             trainable = trainable & (low if self._micro_step().phase == "low" else ~low)
@@ -347,7 +348,7 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
         in_phase, logps, entropies = self._scored
         log_ratio = logps - inputs["old_per_token_logps"]
         if self.args.importance_sampling_level == "sequence":
-            mask = _valid_tokens(inputs)
+            mask = valid_tokens(inputs)
             log_ratio = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(
                 min=1
             )
@@ -383,12 +384,6 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
 
     def _log(self, name: str, value: Tensor | float):
         self._metrics["train"][name].append(float(value))
-
-
-def _valid_tokens(inputs: dict) -> Tensor:
-    """(B, T): 1 on tokens that TRL's loss counts: not padding, not a tool's output."""
-    mask = inputs["completion_mask"]
-    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
 def rollout_seed(seed: int, rollout_batch: int, engine: int) -> int:

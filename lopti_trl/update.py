@@ -14,6 +14,12 @@ from torch import Tensor
 from trl.trainer import utils as trl_utils
 
 
+def valid_tokens(inputs: dict) -> Tensor:
+    """(B, T): 1 on tokens that TRL's loss counts: not padding, not a tool's output."""
+    mask = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
 class Layout(NamedTuple):
     """One micro-batch: which rows, cut to which lengths."""
 
