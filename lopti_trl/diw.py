@@ -54,7 +54,8 @@ class DIWTrainer(ResumableGRPOTrainer):
         if not (isinstance(args, DIWConfig) and args.diw):
             super().__init__(model, reward_funcs, args, *others, **kwargs)
             return
-        if args.diw_warmup and (kwargs.get("peft_config") is not None or is_peft_model(model)):
+        is_adapted = not isinstance(model, str) and is_peft_model(model)
+        if args.diw_warmup and (is_adapted or kwargs.get("peft_config") is not None):
             raise ValueError(
                 "diw_warmup=True trains the last block's own weights, which PEFT freezes. Set "
                 "diw_warmup to false, or train without an adapter."

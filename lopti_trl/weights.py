@@ -58,9 +58,9 @@ def sequence_softmax(
     tau: float | Tensor,  # temperature > 0; may be infinite, may carry a gradient
 ) -> Tensor:  # (B, T), mean 1 over a row's tokens in the mask, 0 outside
     """T_i * softmax_t(scores / tau) over the T_i tokens of a row [DIW]; exactly 1 at tau = inf."""
-    highest = scores.masked_fill(~mask, -torch.inf).amax(1, keepdim=True)
-    exps = ((torch.where(mask, scores, highest) - highest) / tau).exp()
-    exps = torch.where(mask, exps, 0.0)  # a row without tokens is nan so far
+    scores = scores.masked_fill(~mask, -torch.inf)
+    highest = scores.amax(1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)  # empty rows
+    exps = (torch.where(mask, scores - highest, 0.0) / tau).exp() * mask
     # their mean and not their sum: equal weights are then ones to the bit
     return exps / (exps.sum(1, keepdim=True) / _count(mask)).where(mask.any(1, keepdim=True), 1.0)
 

@@ -48,6 +48,7 @@ def parameters(trainer) -> dict[str, torch.Tensor]:
 
 def assert_same(ours: dict, theirs: dict):
     assert ours.keys() == theirs.keys()
+    assert all(value.isfinite().all() for value in theirs.values())
     for name in ours:
         assert torch.equal(ours[name], theirs[name]), name
 
@@ -155,7 +156,8 @@ def test_the_gradient_is_that_of_the_weighted_objective(rollout, options, pure):
     ours = gradient(trainer, inputs)
 
     logps, mask = policy_logps(trainer, inputs), inputs["completion_mask"]
-    old, ref = inputs["old_per_token_logps"], inputs["ref_per_token_logps"]
+    old = inputs["old_per_token_logps"]
+    ref = inputs.get("ref_per_token_logps", old)
     advantages = inputs["advantages"][:, None].expand_as(logps)
     advantages = advantages * ar_weights(old.exp(), options.get("ar_alpha", 0.0))
     numerator = old if options.get("diw_policy") == "rollout" else logps
@@ -246,6 +248,7 @@ def test_the_metrics_describe_the_weights(rollout):
     kept = mask & (log_r.abs() <= math.log(1.4))
     weights = sequence_softmax(log_r.exp().clamp(max=1.5), kept, 0.5).clamp(max=1.5)
     counted = mask & (inputs["advantages"] != 0)[:, None]
+    ess = effective_sample_ratio(weights, kept & counted)
     expected = {
         "diw/xi": 1.5,
         "diw/tau": 0.5,
@@ -253,7 +256,7 @@ def test_the_metrics_describe_the_weights(rollout):
         "diw/weight_std": weights[counted].std(correction=0).item(),
         "diw/capped_fraction": (log_r.exp() > 1.5)[counted].float().mean().item(),
         "diw/filtered_fraction": (~kept)[counted].float().mean().item(),
-        "diw/ess": effective_sample_ratio(weights, kept & counted)[1:].mean().item(),
+        "diw/ess": ess[(kept & counted).any(1)].mean().item(),
     }
     assert logged == pytest.approx(expected, rel=1e-4)
     assert expected["diw/capped_fraction"] > 0
@@ -318,10 +321,10 @@ def test_lora_takes_the_base_model_as_its_reference(make_trainer):
     ids=["tau", "tau and Lopti", "warm-up"],
 )
 def test_resuming_from_any_step_ends_with_the_same_bits(make_trainer, method):
-    fields = {**method, **EVERY_STEP, "max_steps": 8}
+    fields = {**method, **EVERY_STEP, "max_steps": 6}
     whole = make_trainer(**fields)
     expected = trained(whole)
-    for step in range(1, 8):
+    for step in range(1, 6):
         resumed = make_trainer(**{**fields, "save_strategy": "no"})
         torch.manual_seed(step)  # whatever state the new process starts in
         resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-{step}")
@@ -335,7 +338,7 @@ def test_resuming_from_any_step_ends_with_the_same_bits(make_trainer, method):
             assert torch.equal(resumed._temperature.rho, whole._temperature.rho)
     if whole._temperature is not None:
         taus = [row["diw/tau"] for row in whole.state.log_history if "diw/tau" in row]
-        assert len(set(taus)) == 8  # it moves at every step
+        assert len(set(taus)) == 5  # at the reference no weight depends on it; then it moves
 
 
 def test_changed_weights_are_refused_inside_a_rollout_batch(make_trainer):
@@ -408,31 +411,24 @@ def test_after_the_warm_up_the_optimizer_takes_a_first_step(make_trainer):
 
 
 def test_the_gradient_norm_of_the_warm_up_is_that_of_the_last_block(make_trainer):
-    fields = {"diw": True, "max_steps": 1, "max_grad_norm": 1e9}
-    whole, warm = (
-        make_trainer(**fields),
-        make_trainer(diw_warmup=True, diw_warmup_steps=1, **fields),
-    )
-    norms = {}
+    """So clipping does not shrink the last block's step for the sake of gradients thrown away."""
+    norms, logged = {}, {}
+    for is_warm in (False, True):
+        trainer = make_trainer(diw=True, diw_warmup=is_warm, max_grad_norm=1e9, max_steps=10)
+        chosen = last_block_parameters(trainer.model)
+        get_norm = trainer._get_grad_norm
 
-    def spy(trainer):
-        clip = trainer._clip_grad_norm
+        def spy(model, grad_norm=None, chosen=chosen, is_warm=is_warm, get_norm=get_norm):
+            grads = [p.grad.norm() for n, p in model.named_parameters() if n in chosen]
+            norms.setdefault(is_warm, torch.stack(grads).norm().item())
+            return get_norm(model, grad_norm)
 
-        def wrapped(model):
-            grads = {
-                n: p.grad for n, p in trainer.model.named_parameters() if n in warm._last_block
-            }
-            norms[trainer] = torch.stack([g.norm() for g in grads.values()]).norm().item()
-            return clip(model)
-
-        trainer._clip_grad_norm = wrapped
-
-    for trainer in (whole, warm):
-        spy(trainer)
+        trainer._get_grad_norm = spy
         trainer.train()
-    assert norms[warm] == pytest.approx(norms[whole], rel=1e-6)
-    assert warm.state.log_history[0]["grad_norm"] == pytest.approx(norms[whole], rel=1e-5)
-    assert whole.state.log_history[0]["grad_norm"] > 1.01 * norms[whole]
+        logged[is_warm] = trainer.state.log_history[0]["grad_norm"]
+    assert norms[True] == norms[False]
+    assert logged[True] == pytest.approx(norms[True], rel=1e-6)
+    assert logged[False] > 1.01 * norms[False]
 
 
 @pytest.mark.parametrize(("steps", "length"), [(20, 2), (9, 0), (20_000, 1000)])

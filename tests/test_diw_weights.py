@@ -199,6 +199,17 @@ def test_one_step_of_tau_follows_the_gradient_of_the_squared_error():
     assert temperature.rho.item() == pytest.approx(before - 0.01 * rho.grad.sign().item(), abs=1e-6)
 
 
+def test_a_row_without_tokens_does_not_spoil_the_slope_of_tau():
+    log_r = torch.randn(2, 9)
+    mask = torch.tensor([[True] * 9, [False] * 9])
+    tau = torch.tensor(0.7, requires_grad=True)
+    slopes = []
+    for rows in (2, 1):
+        ess = effective_sample_ratio(sequence_softmax(log_r, mask, tau)[:rows], mask[:rows])
+        slopes += torch.autograd.grad(ess.sum(), tau)
+    assert slopes[0] == slopes[1] > 0
+
+
 def test_tau_never_falls_below_its_minimum():
     log_r = 0.01 * torch.randn(4, 9)  # no temperature above 0.1 spreads weights that far
     temperature = Temperature(0.2, 0.1, target_ess=0.3, learning_rate=1.0)
