@@ -10,6 +10,14 @@ def train(args: list[str]) -> None:
     main(*parse_args(args))
 
 
+def sft(args: list[str]) -> None:
+    """Fine-tune on worked solutions, as a baseline: --config FILE [--option value ...]."""
+    from lopti_trl.sft import SFTArguments, main
+    from lopti_trl.train import parse_args
+
+    main(*parse_args(args, SFTArguments))
+
+
 def doctor(args: list[str]) -> None:
     """Check a recipe against the machine: --config FILE [--accelerate_config FILE] [...]."""
     from lopti_trl.doctor import main
@@ -17,7 +25,7 @@ def doctor(args: list[str]) -> None:
     sys.exit(main(args))
 
 
-VERBS = {"train": train, "doctor": doctor}
+VERBS = {"train": train, "sft": sft, "doctor": doctor}
 
 
 def main() -> None:
@@ -27,3 +35,7 @@ def main() -> None:
         print(f"usage: lopti-trl VERB [--help] ...\n\n{usage}")
         sys.exit(0 if verb in ("-h", "--help") else 2)
     VERBS[verb](args)
+
+
+if __name__ == "__main__":  # as `accelerate launch -m lopti_trl.cli` starts it
+    main()

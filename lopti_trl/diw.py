@@ -173,7 +173,7 @@ class DIWTrainer(ResumableGRPOTrainer):
         self._diw_sums = self._diw_sums + torch.stack(sums)
 
     def training_step(self, model, inputs, num_items_in_batch):
-        if self.args.diw_warmup and self.is_deepspeed_enabled:
+        if self.args.uses_warmup and self.is_deepspeed_enabled:
             self._set_groups()
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self._in_warmup and not self.is_deepspeed_enabled:
@@ -219,7 +219,7 @@ class DIWTrainer(ResumableGRPOTrainer):
 
     @property
     def _in_warmup(self) -> bool:
-        if not self.args.diw_warmup:
+        if not self.args.uses_warmup:
             return False
         end, steps = self._warmup_end, self.args.diw_warmup_steps
         if end is None:
@@ -228,7 +228,7 @@ class DIWTrainer(ResumableGRPOTrainer):
 
     def create_optimizer(self, model=None):
         optimizer = super().create_optimizer(model)
-        if self.args.diw_warmup and self.is_deepspeed_enabled:
+        if self.args.uses_warmup and self.is_deepspeed_enabled:
             # ZeRO owns the gradients and flattens a group: what is frozen needs its own
             later = {
                 parameter

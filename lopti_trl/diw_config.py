@@ -1,8 +1,11 @@
 """Fields of dynamic importance weighting, and the rules they must keep."""
 
+import logging
 import math
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
+
+logger = logging.getLogger(__name__)
 
 # the loss types whose ratio of one has the plain gradient of log pi
 _PURE_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
@@ -120,10 +123,14 @@ class DIWConfig:
         """Whether weights need log-probs of the initial policy, KL term or not."""
         return self.diw and (self.diw_reference == "initial" or self.diw_energy_beta != 0)
 
+    @property
+    def uses_warmup(self) -> bool:
+        return self.diw and self.diw_warmup
+
     def check_diw(self) -> None:
         """Raise ValueError for the first broken rule; the message names value, rule and fix."""
         if not self.diw:
-            self._check_off()
+            self._warn_of_idle_options()
             return
         for name in ("diw_mode", "diw_policy", "diw_reference", "diw_softmax"):
             value, choices = getattr(self, name), get_args(DIWConfig.__annotations__[name])
@@ -133,14 +140,15 @@ class DIWConfig:
             if not is_kept:
                 raise ValueError(message)
 
-    def _check_off(self):
-        for option in fields(DIWConfig):
-            value = getattr(self, option.name)
-            if option.name.startswith("diw_") and value != option.default:
-                raise ValueError(
-                    f"{option.name}={value} does nothing while diw is false. Set diw to true, or "
-                    f"leave {option.name} at {option.default}."
-                )
+    def _warn_of_idle_options(self):
+        # no error: a recipe stays usable with diw turned off on the command line
+        idle = [
+            f"{option.name}={getattr(self, option.name)}"
+            for option in fields(DIWConfig)
+            if option.name.startswith("diw_") and getattr(self, option.name) != option.default
+        ]
+        if idle:
+            logger.warning("diw is false: %s do nothing. Set diw to true.", ", ".join(idle))
 
     def _ranges(self) -> list[tuple[bool, str]]:
         start, end, tau, r_max = self.diw_xi_start, self.diw_xi_end, self.diw_tau, self.diw_r_max

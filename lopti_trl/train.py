@@ -68,9 +68,9 @@ def find_config(name: str) -> Path:
     raise FileNotFoundError(f"No config {name}. Give a path, or one of {CONFIGS}: {recipes}.")
 
 
-def make_parser() -> TrlParser:
+def make_parser(config: type = LoptiGRPOConfig) -> TrlParser:
     """TRL's parser over our arguments, in which every optional option can be set to `none`."""
-    parser = TrlParser((TaskArguments, LoptiGRPOConfig, ModelConfig), prog="train")
+    parser = TrlParser((TaskArguments, config, ModelConfig), prog="train")
     for action in parser._actions:
         # argparse cannot say None, without which a YAML's lopti_eta could not be turned off
         if action.type in (int, float) and action.default is None:
@@ -82,7 +82,9 @@ def _none_or(kind: type, text: str):
     return None if text.lower() in ("none", "null") else kind(text)
 
 
-def parse_args(args: list[str]) -> tuple[TaskArguments, LoptiGRPOConfig, ModelConfig]:
+def parse_args(
+    args: list[str], config: type = LoptiGRPOConfig
+) -> tuple[TaskArguments, LoptiGRPOConfig, ModelConfig]:
     """Command line beats YAML beats defaults; unknown keys raise."""
     args = list(args)
     if "--config" in args:
@@ -90,7 +92,7 @@ def parse_args(args: list[str]) -> tuple[TaskArguments, LoptiGRPOConfig, ModelCo
         if position == len(args):
             raise ValueError("--config needs the name of a YAML file after it.")
         args[position] = str(find_config(args[position]))
-    return make_parser().parse_args_and_config(args)
+    return make_parser(config).parse_args_and_config(args)
 
 
 def model_path(name: str) -> str:

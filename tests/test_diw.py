@@ -530,8 +530,6 @@ ON = functools.partial(dict, diw=True)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"diw_tau": 0.5}, r"diw_tau=0\.5 does nothing while diw is false\. Set diw to true"),
-        ({"diw_warmup": True}, r"diw_warmup=True does nothing while diw is false"),
         (ON(diw_mode="x"), r"diw_mode='x' is unknown\. Use one of cap, zero"),
         (ON(diw_policy="old"), r"diw_policy='old' is unknown\. Use one of current, rollout"),
         (ON(diw_reference="x"), r"diw_reference='x' is unknown"),
@@ -569,6 +567,15 @@ ON = functools.partial(dict, diw=True)
 def test_bad_values_raise_and_name_the_fix(fields, message):
     with pytest.raises(ValueError, match=message):
         config(**fields)
+
+
+def test_idle_options_are_named_and_leave_grpo_alone(make_trainer, caplog):
+    idle = {"diw_warmup": True, "diw_tau": 0.5, "diw_energy_beta": 0.1, "max_steps": 3}
+    trainer = make_trainer(**idle)
+    assert (
+        "diw is false: diw_tau=0.5, diw_energy_beta=0.1, diw_warmup=True do nothing" in caplog.text
+    )
+    assert_same(trained(trainer), trained(make_trainer(GRPOTrainer, max_steps=3)))
 
 
 def test_it_combines_with_the_other_methods():
