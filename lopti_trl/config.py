@@ -143,7 +143,7 @@ class LoptiGRPOConfig(DIWConfig, GRPOConfig):
                 "the weights of a sequence need all its tokens",
             ),
             (
-                self.diw_energy_beta != 0 or self.diw_learn_tau,
+                self.diw and (self.diw_energy_beta != 0 or self.diw_learn_tau),
                 ("skip",),
                 "energy shaping and a learnt tau need every row",
             ),

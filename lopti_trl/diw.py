@@ -190,6 +190,8 @@ class DIWTrainer(ResumableGRPOTrainer):
         num_tokens, excess, squares, capped, filtered, num_rows, ess, slope = sums
         self._diw_sums = 0.0
         metrics = {"xi": self._xi}
+        if self.args.diw_warmup:
+            metrics["in_warmup"] = float(self._in_warmup)
         if self.args.diw_softmax != "off":
             metrics["tau"] = (
                 self.args.diw_tau if self._temperature is None else self._temperature.tau.item()
@@ -213,7 +215,6 @@ class DIWTrainer(ResumableGRPOTrainer):
         tolerance = self.args.diw_warmup_tolerance
         if self._in_warmup and tolerance is not None and has_settled(self._spreads, tolerance):
             self._warmup_end = self.state.global_step + 1
-            logger.warning("The weights settled: the warm-up ends after step %d.", self._warmup_end)
 
     # Warm-up of the last block
 
@@ -243,6 +244,11 @@ class DIWTrainer(ResumableGRPOTrainer):
     def _set_groups(self):
         """Keep ZeRO's frozen groups where they are; after the warm-up start them afresh."""
         for group in self.optimizer.param_groups:
+            if "later" not in group:
+                raise ValueError(
+                    "diw_warmup=True splits the parameter groups of the optimizer that the trainer "
+                    "builds. Remove the optimizer of the DeepSpeed config, or set it to false."
+                )
             group["weight_decay"] = 0.0 if group["later"] and self._in_warmup else group["decay"]
         if not (self._in_warmup or self._is_whole):
             forget_empty_steps(self.optimizer)
@@ -414,12 +420,13 @@ def find_symptoms(rows: list[dict], max_steps: int) -> list[Symptom]:
                 "raise diw_xi_end (and diw_xi_start), or diw_tau with the softmax on",
             )
         )
-    norm = statistics.median(row["grad_norm"] for row in rows[:-1])
-    if rows[-1]["step"] <= max(0.1 * max_steps, 100) and rows[-1]["grad_norm"] > 5 * norm > 0:
+    *earlier, latest = (row.get("grad_norm") or 0.0 for row in rows)
+    norm = statistics.median(earlier)
+    if rows[-1]["step"] <= max(0.1 * max_steps, 100) and latest > 5 * norm > 0:
         symptoms.append(
             Symptom(
                 "early instability",
-                f"grad_norm {rows[-1]['grad_norm']:.3g}, median so far {norm:.3g}",
+                f"grad_norm {latest:.3g}, median so far {norm:.3g}",
                 "lower learning_rate by 30 to 50 %, set diw_warmup to true, or take more sequences "
                 "an optimizer step",
             )

@@ -50,7 +50,7 @@ class Scored(NamedTuple):
 
 
 class LoptiGRPOTrainer(DIWTrainer):
-    """`trl.GRPOTrainer` with Advantage Reweighting [AR], Lopti and probability bands.
+    """`trl.GRPOTrainer` with Advantage Reweighting [AR], Lopti, probability bands and [DIW].
 
     Takes the arguments of `GRPOTrainer`; `args` is a `LoptiGRPOConfig` (a plain `GRPOConfig` means
     every method off). With every method off it trains to the same bits as `GRPOTrainer`, but for

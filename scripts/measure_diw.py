@@ -25,6 +25,7 @@ BANDS = [[0.0, 0.25], [0.25, 0.5], [0.5, 0.75], [0.75, 1.0]]
 class MeasuringTrainer(LoptiGRPOTrainer):
     every = 1
     rows = ()
+    is_measuring = False
     _factors = None
 
     def _weigh(self, inputs, logps):
@@ -32,14 +33,16 @@ class MeasuringTrainer(LoptiGRPOTrainer):
         self._factors = weighted / inputs["advantages"].reshape(len(logps), -1)
         return weighted
 
-    def training_step(self, model, inputs, num_items_in_batch):
-        if self.state.global_step % self.every == 0 or self.state.global_step == 1:
-            kept = self._metrics["train"].copy(), self._diw_sums
-            self._metrics["train"].clear()
+    def _compute_loss(self, model, inputs):
+        is_due = self.state.global_step % self.every == 0 or self.state.global_step == 1
+        if is_due and not self.is_measuring:
+            self.is_measuring = True
+            kept = {k: list(v) for k, v in self._metrics["train"].items()}, self._diw_sums
             self.rows = [*self.rows, self.measure(model, inputs)]
+            self._metrics["train"].clear()
             self._metrics["train"].update(kept[0])
-            self._diw_sums = kept[1]
-        return super().training_step(model, inputs, num_items_in_batch)
+            self._diw_sums, self.is_measuring = kept[1], False
+        return super()._compute_loss(model, inputs)
 
     def measure(self, model, inputs) -> dict:
         probs, mask = inputs["old_per_token_logps"].exp(), valid_tokens(inputs).bool()

@@ -1,6 +1,7 @@
 """Level 4: dynamic importance weighting in the trainer, on a random tiny model."""
 
 import functools
+import inspect
 import math
 
 import pytest
@@ -442,7 +443,7 @@ def test_the_warm_up_takes_a_tenth_of_the_steps_and_at_most_a_thousand(make_trai
 
 
 def test_the_warm_up_ends_early_when_the_spread_settles_and_stays_ended_after_a_resume(
-    make_trainer, caplog
+    make_trainer,
 ):
     fields = {
         "diw": True, "diw_warmup": True, "diw_warmup_steps": 24, "diw_warmup_tolerance": 50.0,
@@ -451,7 +452,8 @@ def test_the_warm_up_ends_early_when_the_spread_settles_and_stays_ended_after_a_
     whole = make_trainer(**fields)
     expected = trained(whole)
     assert whole._warmup_end == 20
-    assert "the warm-up ends after step 20" in caplog.text
+    logged = [row["diw/in_warmup"] for row in whole.state.log_history if "diw/xi" in row]
+    assert logged == [1.0] * 20 + [0.0] * 3
     frozen = set(expected) - whole._last_block
     steps = {
         whole.optimizer.state[p]["step"].item()
@@ -585,6 +587,19 @@ def test_it_combines_with_the_other_methods():
     assert args.update_tricks == {"trim", "balance", "skip"}
     assert not config(diw=True, diw_reference="rollout").needs_reference
     assert config(diw=True, diw_reference="rollout", diw_energy_beta=0.1).needs_reference
+
+
+def test_trl_asks_for_beta_and_the_reference_where_we_think():
+    """Raising beta while a rollout is scored makes reference log-probs and nothing else."""
+    readers = {
+        name: inspect.getsource(method).count("self.beta")
+        for name, method in inspect.getmembers(GRPOTrainer, inspect.isfunction)
+        if "self.beta" in inspect.getsource(method)
+    }
+    assert readers.keys() == {"__init__", "_generate_and_score_completions", "_compute_loss"}
+    assert readers["_generate_and_score_completions"] == 1
+    # the policy by its name, and the reference
+    assert inspect.getsource(GRPOTrainer.__init__).count("create_model_from_path(") == 2
 
 
 def test_trl_reads_the_advantages_after_it_scored_the_policy(rollout):
