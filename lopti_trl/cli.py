@@ -17,6 +17,14 @@ def evaluate(args: list[str]) -> None:
     main(*parse_args(args))
 
 
+def sft(args: list[str]) -> None:
+    """Fine-tune on worked solutions, as a baseline: --config FILE [--option value ...]."""
+    from lopti_trl.sft import SFTArguments, main
+    from lopti_trl.train import parse_args
+
+    main(*parse_args(args, SFTArguments))
+
+
 def doctor(args: list[str]) -> None:
     """Check a recipe against the machine: --config FILE [--accelerate_config FILE] [...]."""
     from lopti_trl.doctor import main
@@ -24,7 +32,7 @@ def doctor(args: list[str]) -> None:
     sys.exit(main(args))
 
 
-VERBS = {"train": train, "eval": evaluate, "doctor": doctor}
+VERBS = {"train": train, "sft": sft, "eval": evaluate, "doctor": doctor}
 
 
 def main() -> None:
@@ -34,3 +42,7 @@ def main() -> None:
         print(f"usage: lopti-trl VERB [--help] ...\n\n{usage}")
         sys.exit(0 if verb in ("-h", "--help") else 2)
     VERBS[verb](args)
+
+
+if __name__ == "__main__":  # as `accelerate launch -m lopti_trl.cli` starts it
+    main()

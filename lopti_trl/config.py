@@ -4,13 +4,14 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from lopti_trl.diw_config import DIWConfig
 from lopti_trl.sampling_config import SamplingConfig
 
 TRICKS = ("trim", "balance", "skip", "cut", "project")  # on by themselves where exact
 
 
 @dataclass
-class LoptiGRPOConfig(SamplingConfig):
+class LoptiGRPOConfig(DIWConfig, SamplingConfig):
     """`trl.GRPOConfig` with the token-probability methods, all off by default.
 
     pi_old is the probability of a sampled token under the policy that made the rollout, at the
@@ -134,6 +135,16 @@ class LoptiGRPOConfig(SamplingConfig):
                 "the off-policy mask of a sequence needs all its tokens",
             ),
             (
+                self.diw,
+                whole_rows,
+                "the weights of a sequence need all its tokens",
+            ),
+            (
+                self.diw and (self.diw_energy_beta != 0 or self.diw_learn_tau),
+                ("skip",),
+                "energy shaping and a learnt tau need every row",
+            ),
+            (
                 self.loss_type in ("grpo", "sapo"),
                 ("cut",),
                 f"loss_type={self.loss_type} divides by a row's number of tokens",
@@ -167,11 +178,12 @@ class LoptiGRPOConfig(SamplingConfig):
     @property
     def uses_token_probs(self) -> bool:
         """Whether any method needs pi_old."""
-        return self.uses_ar or self.uses_lopti or self.prob_band is not None
+        return self.uses_ar or self.uses_lopti or self.prob_band is not None or self.diw
 
     def __post_init__(self):
         super().__post_init__()
         self._check_ranges()
+        self.check_diw()
         if self.uses_lopti:
             self._check_phases()
         is_colocated = self.use_vllm and self.vllm_mode == "colocate"

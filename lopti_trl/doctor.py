@@ -312,7 +312,7 @@ def make_setting(run: Run, config: PretrainedConfig, prompt_length: int) -> Sett
         adapter=model.use_peft,
         dropout=model.use_peft and model.lora_dropout > 0,
         bits=run.bits,
-        reference=args.beta != 0 and not model.use_peft,
+        reference=(args.beta != 0 or args.needs_reference) and not model.use_peft,
         offload_weights=launch.offload_weights,
         offload_optimizer=launch.offload_optimizer,
     )

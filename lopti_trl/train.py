@@ -159,9 +159,11 @@ def _none_or(kind: type, text: str):
     return None if text.lower() in ("none", "null") else kind(text)
 
 
-def parse_args(args: list[str]) -> tuple[TaskArguments, LoptiGRPOConfig, ModelConfig]:
+def parse_args(
+    args: list[str], config: type = LoptiGRPOConfig
+) -> tuple[TaskArguments, LoptiGRPOConfig, ModelConfig]:
     """Command line beats YAML beats defaults; unknown keys raise."""
-    return read_args(make_parser(), args, CONFIGS)
+    return read_args(make_parser((TaskArguments, config, ModelConfig)), args, CONFIGS)
 
 
 def read_args(parser: TrlParser, args: list[str], folder: Path) -> tuple:
@@ -354,6 +356,10 @@ def method_name(args: LoptiGRPOConfig) -> str:
         )
     if args.prob_band is not None:
         parts.append(f"band {args.prob_band}")
+    if args.diw:
+        parts.append(f"DIW (xi {args.diw_xi_start:g} to {args.diw_xi_end:g})")
+    if args.raft:
+        parts.append("RAFT")
     return " + ".join(parts)
 
 

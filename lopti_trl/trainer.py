@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import set_seed
 
 from lopti_trl.config import LoptiGRPOConfig
+from lopti_trl.diw import DIWTrainer
 from lopti_trl.phases import (
     MicroStep,
     low_prob_mask,
@@ -32,6 +33,7 @@ from lopti_trl.update import (
     padding_free,
     score_by_length,
     take,
+    valid_tokens,
 )
 from lopti_trl.vllm import SERVE, SharedFailure, require_vllm, rollout_seed, server_url
 from lopti_trl.weights import ar_weights
@@ -50,8 +52,8 @@ class Scored(NamedTuple):
     entropies: Tensor
 
 
-class LoptiGRPOTrainer(SampledGRPOTrainer):
-    """`trl.GRPOTrainer` with Advantage Reweighting [AR], Lopti and probability bands.
+class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
+    """`trl.GRPOTrainer` with Advantage Reweighting [AR], Lopti, probability bands and [DIW].
 
     Takes the arguments of `GRPOTrainer`; `args` is a `LoptiGRPOConfig` (a plain `GRPOConfig` means
     every method off). With every method off it trains to the same bits as `GRPOTrainer`, but for
@@ -159,7 +161,7 @@ class LoptiGRPOTrainer(SampledGRPOTrainer):
 
     def _memberships(self, rollout: dict) -> dict[str, Tensor]:
         """Token sets that stay fixed over every pass of a rollout batch, (B, T) bool each."""
-        old_logps, mask = rollout["old_per_token_logps"], _valid_tokens(rollout)
+        old_logps, mask = rollout["old_per_token_logps"], valid_tokens(rollout)
         memberships = {}
         if self.args.uses_lopti:
             eta = self.args.lopti_eta
@@ -251,7 +253,7 @@ class LoptiGRPOTrainer(SampledGRPOTrainer):
 
     def _log_savings(self, rows: dict, trainable: Tensor, layouts: list[Layout]) -> list[float]:
         """Log what the layout saves. Returns the rows in each micro-batch, of all processes."""
-        valid = _valid_tokens(rows)
+        valid = valid_tokens(rows)
         scored = trainable if "project" in self._tricks else valid
         sums = [
             *(len(layout.rows) for layout in layouts),
@@ -303,7 +305,7 @@ class LoptiGRPOTrainer(SampledGRPOTrainer):
 
     def _trainable_tokens(self, inputs: dict) -> Tensor:
         """(B, T) bool: tokens that carry a gradient in this micro-step."""
-        trainable = _valid_tokens(inputs).bool()
+        trainable = valid_tokens(inputs).bool()
         if self.args.uses_lopti:
             low = inputs["low_prob_mask"]
             trainable = trainable & (low if self._micro_step().phase == "low" else ~low)
@@ -362,7 +364,7 @@ class LoptiGRPOTrainer(SampledGRPOTrainer):
         in_phase, logps, entropies = self._scored
         log_ratio = logps - inputs["old_per_token_logps"]
         if self.args.importance_sampling_level == "sequence":
-            mask = _valid_tokens(inputs)
+            mask = valid_tokens(inputs)
             log_ratio = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(
                 min=1
             )
@@ -398,9 +400,3 @@ class LoptiGRPOTrainer(SampledGRPOTrainer):
 
     def _log(self, name: str, value: Tensor | float):
         self._metrics["train"][name].append(float(value))
-
-
-def _valid_tokens(inputs: dict) -> Tensor:
-    """(B, T): 1 on tokens that TRL's loss counts: not padding, not a tool's output."""
-    mask = inputs["completion_mask"]
-    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask

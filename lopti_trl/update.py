@@ -17,6 +17,12 @@ from trl.trainer import utils as trl_utils
 PACKABLE = ("flash_attention_2", "flash_attention_3", "sdpa", "eager")
 
 
+def valid_tokens(inputs: dict) -> Tensor:
+    """(B, T): 1 on tokens that TRL's loss counts: not padding, not a tool's output."""
+    mask = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
 class Layout(NamedTuple):
     """One micro-batch: which rows, cut to which lengths."""
 

@@ -304,3 +304,28 @@ def test_accumulation_changes_nothing_and_every_method_something(runs):
     distinct = [case for case in SCRIPTED_CASES if not any(name in case for name in same)]
     for one, other in itertools.combinations(distinct, 2):
         assert max_difference(single[one], single[other]) > 100 * TOLERANCE
+
+
+# Dynamic importance weighting
+
+
+@pytest.mark.parametrize("backend", ["single", *BACKENDS])
+def test_the_warm_up_moves_the_last_block_alone_on_every_back_end(runs, backend):
+    chosen = ("model.layers.1.", "model.norm.", "lm_head.")
+    for rank in runs(backend):
+        result = rank["DIW, warm-up going on"]
+        before, after = result["before"], result["after"]
+        moved = {name for name in after if not torch.equal(after[name], before[name])}
+        assert moved == {name for name in after if name.startswith(chosen)}
+        moved = rank["DIW, warm-up over"]["after"]
+        assert all(not torch.equal(moved[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_rank_learns_the_same_temperature(runs, backend):
+    first, second = (
+        [row["diw/tau"] for row in metrics(rank["DIW"]) if "diw/tau" in row]
+        for rank in runs(backend)
+    )
+    assert first == second
+    assert len(set(first)) > len(first) // 2
