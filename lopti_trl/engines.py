@@ -119,13 +119,13 @@ class TrainerEngine:
     """As a GRPO trainer makes its rollouts, so with its vLLM, DeepSpeed or FSDP; only the sampling
     differs. Every process has to call it at the same time, with as many prompts."""
 
-    def __init__(self, trainer, batch_tokens: int | None = None):
-        self.trainer = trainer
+    def __init__(self, trainer):
+        args, self.trainer = trainer.args, trainer
         self.eos_ids = trainer.eos_token_ids
-        # as long a rollout as the trainer's own has room
-        self.batch_tokens = batch_tokens or max(
-            65_536, trainer.args.per_device_train_batch_size * trainer.args.max_completion_length
-        )
+        # vLLM queues what does not fit; for the others there is room for as much as a rollout batch
+        rows = args.per_device_train_batch_size * args.steps_per_generation
+        rollout = max(16_384, rows * args.max_completion_length)
+        self.batch_tokens = 4_194_304 if trainer.use_vllm else rollout
 
     def __call__(
         self, prompt_ids: list[list[int]], sampling: Sampling, seed: Sequence[int]

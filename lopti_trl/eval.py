@@ -4,7 +4,6 @@ import functools
 import gc
 import hashlib
 import importlib.metadata
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -208,6 +207,6 @@ def main(args: EvalArguments, model: ModelConfig) -> dict:
         result = {"scores": scores, "samples": samples}
         console.print(save_result(output, result, estimates, **facts))
         console.print(f"results.json, results.md and the samples are in {output}.")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if state.num_processes > 1:
         state.destroy_process_group()
     return estimates

@@ -135,6 +135,7 @@ def load_task(
         return kk_task(puzzles, args.reward_mode)
     problems = math.load_problems(
         source,
+        "test" if source in math.WITH_TEST_SPLIT else None,
         num_problems=num_problems,
         seed=args.dataset_seed,
         tokenizer=tokenizer,

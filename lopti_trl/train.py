@@ -481,7 +481,8 @@ def main(task: TaskArguments, args: LoptiGRPOConfig, model: ModelConfig) -> dict
         return accuracy(evaluate_trainer(trainer, folder=folder, label=moment, **how))
 
     if checkpoint and metrics.exists():
-        results["evaluation"] = json.loads(metrics.read_text())["evaluation"]
+        before = json.loads(metrics.read_text())["evaluation"].get("before")
+        results["evaluation"] = {"before": before} if before else {}
     elif tasks:
         results["evaluation"]["before"] = evaluate("before")
     save()
@@ -509,10 +510,11 @@ def main(task: TaskArguments, args: LoptiGRPOConfig, model: ModelConfig) -> dict
 def evaluation_table(evaluation: dict) -> Table:
     """Accuracy before and after, per number of people or maths benchmark."""
     table = Table(title="Held-out accuracy")
-    sizes = list(next(iter(evaluation["before"].values())))
+    first = next(iter(evaluation.values()))
+    sizes = list(next(iter(first.values())))
     for column in ("", *(f"{size} people" if size.isdigit() else size for size in sizes)):
         table.add_column(column)
-    for setting in evaluation["before"]:
+    for setting in first:
         for moment in evaluation:
             accuracy = evaluation[moment][setting]
             table.add_row(f"{setting}, {moment}", *(f"{accuracy[size]:.3f}" for size in sizes))

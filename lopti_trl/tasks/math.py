@@ -60,6 +60,7 @@ NAMED = {
     "minerva": HubSource("math-ai/minervamath", None, "test"),
     "olympiadbench": HubSource("Hothan/OlympiadBench", "OE_TO_maths_en_COMP", "train"),
 }
+WITH_TEST_SPLIT = ("math", "gsm8k")  # of the named ones: training sets that have one too
 COLUMNS = (  # of the problem and its answer; the first pair that a data set has is used
     ("prompt", "reward_model.ground_truth"),
     ("problem", "answer"),

@@ -12,6 +12,8 @@ from lopti_trl.engines import Sampling, TransformersEngine
 from lopti_trl.eval import main, parse_args
 from lopti_trl.evaluation import EvaluationCallback, Task, evaluate, read_samples
 
+# vLLM leaves its socket's context to the garbage collector
+pytestmark = pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")
 OPTIONS = {
     "enforce_eager": True,
     "kv_cache_memory_bytes": 32 * 2**20,  # engines outlive tests
