@@ -146,7 +146,7 @@ def test_two_ranks_sample_with_the_new_weights_and_differ(tmp_path, tensor_paral
     subprocess.run(
         [*command, "colocate", str(tensor_parallel), tmp_path],
         env=environment,
-        timeout=240,
+        timeout=600,
         check=True,
     )
     first, second = (json.loads((tmp_path / f"rank{rank}of2.txt").read_text()) for rank in (0, 1))

@@ -159,7 +159,7 @@ def test_every_process_learns_that_the_server_died(tmp_path, call):
         subprocess.run(
             [*command, worker, "server", server.url, tmp_path],
             env=environment,
-            timeout=240,
+            timeout=600,
             check=True,
         )
     for rank in range(2):
