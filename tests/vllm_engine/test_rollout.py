@@ -1,15 +1,13 @@
 """A colocated engine samples with the weights of the last update, and its rows stay together."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig
 from trl.generation.vllm_generation import VLLMGeneration
+
+from vllm_engine.two_ranks import launch
 
 ROLLOUT_BATCHES = 6
 STEPS = 4 * ROLLOUT_BATCHES  # two micro-batches in each of two phases
@@ -140,15 +138,7 @@ def test_update_options_keep_the_correction_with_its_tokens(make_trainer, mode):
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_two_ranks_sample_with_the_new_weights_and_differ(tmp_path, tensor_parallel):
     """As two engines, and as the halves of one, which must draw the same tokens."""
-    worker = Path(__file__).parent / "two_ranks.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", worker]
-    environment = {**os.environ, "PYTHONPATH": str(worker.parents[1]), "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [*command, "colocate", str(tensor_parallel), tmp_path],
-        env=environment,
-        timeout=240,
-        check=True,
-    )
+    launch("colocate", str(tensor_parallel), tmp_path)
     first, second = (json.loads((tmp_path / f"rank{rank}of2.txt").read_text()) for rank in (0, 1))
     assert max(first["differences"] + second["differences"]) < EXACT
     for ours, theirs in zip(first["completions"], second["completions"], strict=True):

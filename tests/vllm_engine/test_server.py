@@ -1,8 +1,6 @@
 """A vLLM server that is not there, comes late, falters or dies; a vLLM that TRL does not know."""
 
-import os
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +14,7 @@ from lopti_trl.checkpoint import find_last_checkpoint, what_is_broken
 from lopti_trl.vllm import require_vllm
 from vllm_engine.conftest import DEFAULTS, build
 from vllm_engine.fake_server import SERVED, FakeServer, skip_nccl
+from vllm_engine.two_ranks import launch
 
 STEPS = 12  # three rollout batches of two micro-batches in two phases
 
@@ -152,16 +151,8 @@ def test_a_server_that_dies_at_once_leaves_no_checkpoint(make_trainer, tmp_path)
 @pytest.mark.parametrize("call", ["/v1/completions", "/start_weight_update"])
 def test_every_process_learns_that_the_server_died(tmp_path, call):
     """TRL's others would wait for the first one."""
-    worker = Path(__file__).parent / "two_ranks.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(worker.parents[1]), "OMP_NUM_THREADS": "1"}
     with FakeServer(dies_in=call, dies_at=2) as server:
-        subprocess.run(
-            [*command, worker, "server", server.url, tmp_path],
-            env=environment,
-            timeout=240,
-            check=True,
-        )
+        launch("server", server.url, tmp_path)
     for rank in range(2):
         text = (tmp_path / f"rank{rank}of2.txt").read_text()
         assert server.url in text

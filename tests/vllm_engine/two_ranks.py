@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +10,18 @@ from vllm_engine.conftest import RecordingTrainer, build, make_exact
 from vllm_engine.fake_server import SERVED, skip_nccl
 
 FIELDS = {"max_steps": 12, "per_device_train_batch_size": 2}
+
+
+def launch(*arguments: str | Path) -> None:
+    """Start the ranks and wait until they have written what came out."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", __file__]
+    path = str(Path(__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*command, *arguments], env=environment) as process:
+        try:
+            assert process.wait(timeout=600) == 0
+        finally:
+            process.terminate()  # if it hangs: the launcher then ends its ranks
 
 
 def colocate(folder: Path, tensor_parallel: str) -> str:
