@@ -34,11 +34,12 @@ class MeasuringTrainer(LoptiGRPOTrainer):
         return weighted
 
     def _compute_loss(self, model, inputs):
-        is_due = self.state.global_step % self.every == 0 or self.state.global_step == 1
+        is_due = self.state.global_step % self.every == 0
         if is_due and not self.is_measuring:
             self.is_measuring = True
             kept = {k: list(v) for k, v in self._metrics["train"].items()}, self._diw_sums
             self.rows = [*self.rows, self.measure(model, inputs)]
+            write(self.rows, Path(self.args.output_dir))
             self._metrics["train"].clear()
             self._metrics["train"].update(kept[0])
             self._diw_sums, self.is_measuring = kept[1], False
@@ -88,6 +89,12 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def write(rows: list[dict], output: Path) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "bands.json").write_text(json.dumps(rows, indent=1))
+    (output / "bands.md").write_text(table(rows) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="kk_tiny_diw.yaml")
@@ -120,12 +127,7 @@ def main() -> None:
     )
     trainer.every = options.every
     trainer.train()
-    output = Path(options.output)
-    output.mkdir(parents=True, exist_ok=True)
-    text = table(trainer.rows)
-    (output / "bands.json").write_text(json.dumps(trainer.rows, indent=1))
-    (output / "bands.md").write_text(text + "\n")
-    print(text)
+    print(table(trainer.rows))
 
 
 if __name__ == "__main__":

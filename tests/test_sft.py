@@ -10,7 +10,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl import ModelConfig
 
-from lopti_trl.sft import SFTArguments, main, solution_texts
+from lopti_trl.cli import VERBS
+from lopti_trl.sft import SFTArguments, solution_texts
 from lopti_trl.tasks import kk
 from lopti_trl.tasks.kk_solutions import holds, solve_quiz
 from lopti_trl.train import CONFIGS, load_tokenizer, model_path, parse_args
@@ -81,16 +82,15 @@ needs_tiny = pytest.mark.skipif(
 def test_it_trains_on_the_completion_alone_and_writes_what_train_writes(tmp_path):
     small = ["--train_puzzles", "32", "--test_puzzles", "4", "--max_completion_length", "16"]
     small += ["--num_train_epochs", "2", "--disable_tqdm", "true", "--output_dir", str(tmp_path)]
-    task, args, model = parse_args([*TINY, *small], SFTArguments)
-    results = main(task, args, model)
-    losses = [row["loss"] for row in results["log"] if "loss" in row]
-    assert len(losses) == 2
+    VERBS["sft"]([*TINY, *small])
     written = json.loads((tmp_path / "metrics.json").read_text())
     assert written["evaluation"].keys() == {"before", "after"}
     assert written["evaluation"]["after"].keys() == {"greedy", "sampled"}
     assert written["plan"] == {"method": "SFT", "optimizer_steps": 2}
-    tokenizer = load_tokenizer(model)
-    texts = solution_texts(kk.load_puzzles("generated", "train", [3], 32, 0, tokenizer), args.seed)
-    assert losses[0] == pytest.approx(completion_loss(model.model_name_or_path, texts), rel=1e-4)
+    losses = [row["loss"] for row in written["log"] if "loss" in row]
+    tokenizer = load_tokenizer(ModelConfig("kk-tiny"))
+    puzzles = kk.load_puzzles("generated", "train", [3], 32, 0, tokenizer)
+    texts = solution_texts(puzzles, seed=42)
+    assert losses[0] == pytest.approx(completion_loss(model_path("kk-tiny"), texts), rel=1e-4)
     assert losses[1] < losses[0]
     assert (tmp_path / "model.safetensors").is_file()
