@@ -1,6 +1,7 @@
 """Our fields on top of `trl.GRPOConfig`, and the rules they must keep."""
 
 import http.client
+import itertools
 import math
 import time
 import urllib.error
@@ -104,6 +105,27 @@ class LoptiGRPOConfig(GRPOConfig):
         metadata={"help": "Apply the LM head only to tokens with a gradient."},
     )
 
+    diagnostics: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Log under prob/ which tokens drive the update, per band of pi_old. Training "
+            "stays the same to the bit. None: on if a method is on."
+        },
+    )
+    diagnostics_bands: list[float] = field(
+        default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0],
+        metadata={
+            "help": "Rising edges of the bands of pi_old, from 0 to 1; low < pi_old <= high."
+        },
+    )
+    diagnostics_rows: float = field(
+        default=0.0625,
+        metadata={
+            "help": "Share, in [0, 1], of a rollout batch's rows that are scored before and after "
+            "its update for prob/rose. 0 turns that off; 1 costs two forward passes."
+        },
+    )
+
     @property
     def update_tricks(self) -> frozenset[str]:
         """Names of the update_ options in force."""
@@ -171,9 +193,14 @@ class LoptiGRPOConfig(GRPOConfig):
         """Whether any method needs pi_old."""
         return self.uses_ar or self.uses_lopti or self.prob_band is not None
 
+    @property
+    def uses_diagnostics(self) -> bool:
+        return self.uses_token_probs if self.diagnostics is None else self.diagnostics
+
     def __post_init__(self):
         super().__post_init__()
         self._check_ranges()
+        self._check_diagnostics()
         if self.uses_lopti:
             self._check_phases()
         is_colocated = self.use_vllm and self.vllm_mode == "colocate"
@@ -215,6 +242,20 @@ class LoptiGRPOConfig(GRPOConfig):
             raise ValueError(
                 f"prob_band={band} is not two numbers low < high in [0, 1]. For the rarest quarter "
                 "of the probability range use [0, 0.25]; None keeps every token."
+            )
+
+    def _check_diagnostics(self):
+        edges = self.diagnostics_bands
+        is_rising = all(low < high for low, high in itertools.pairwise(edges))
+        if not (is_rising and len(edges) > 1 and edges[0] == 0 and edges[-1] == 1):
+            raise ValueError(
+                f"diagnostics_bands={edges} does not rise from 0 to 1, so that some tokens would "
+                "be in no band. For quarters use 0 0.25 0.5 0.75 1."
+            )
+        if not 0 <= self.diagnostics_rows <= 1:
+            raise ValueError(
+                f"diagnostics_rows={self.diagnostics_rows} is outside [0, 1]: it is a share of the "
+                "rows. Use 0 to turn prob/rose off, 0.0625 for one row in 16."
             )
 
     def _check_phases(self):

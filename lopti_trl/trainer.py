@@ -5,6 +5,7 @@ import functools
 import inspect
 import textwrap
 from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from transformers import set_seed
 
 from lopti_trl.checkpoint import ResumableGRPOTrainer
 from lopti_trl.config import SERVE, LoptiGRPOConfig, check_engine, server_url
+from lopti_trl.diagnostics import Diagnostics, valid_tokens
 from lopti_trl.phases import (
     MicroStep,
     low_prob_mask,
@@ -88,6 +90,10 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
         self._frozen_logps: Tensor | None = None
         self._position_offset = 0
         self._scored: Scored | None = None
+        self._diagnostics: Diagnostics | None = None
+        if self.args.uses_diagnostics:
+            self._diagnostics = Diagnostics(self)
+            self.add_callback(self._diagnostics)
         if self.args.uses_lopti:
             self.num_iterations *= 2  # two phases an iteration [Lopti]
         if self.use_vllm and self.vllm_mode == "server" and self.accelerator.is_main_process:
@@ -98,17 +104,35 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         if self.use_vllm and self.vllm_mode == "colocate" and self.model.training:
             self._seed_engine()
-        if not (self.model.training and self.args.uses_token_probs):
+        if not (self.model.training and (self.args.uses_token_probs or self._diagnostics)):
             return super()._generate_and_score_completions(inputs)
         # TRL leaves old_per_token_logps out when gradient_accumulation_steps is a multiple of
         # steps_per_generation * num_iterations; a larger number of iterations never is.
         num_iterations = self.num_iterations
         self.num_iterations = num_iterations + self.args.gradient_accumulation_steps
+        observer = self._diagnostics.of_rollout() if self._diagnostics else nullcontext()
         try:
-            rollout = super()._generate_and_score_completions(inputs)
+            with observer:
+                rollout = super()._generate_and_score_completions(inputs)
         finally:
             self.num_iterations = num_iterations
-        return {**rollout, **self._memberships(rollout)}
+        rollout |= self._memberships(rollout)
+        if self._diagnostics:
+            self._diagnostics.log_rollout(
+                valid_tokens(rollout), rollout["advantages"], self._gradient_weights(rollout)
+            )
+            rollout |= self._diagnostics.watch(rollout)
+            rollout["rollout_logps"] = rollout["old_per_token_logps"]
+            if not (self.args.uses_token_probs or self._has_old_logps):
+                del rollout["old_per_token_logps"]
+        return rollout
+
+    @property
+    def _has_old_logps(self) -> bool:
+        """Whether plain TRL would compute pi_old: it takes the ratio as 1 if that is exact."""
+        is_aligned = self.args.gradient_accumulation_steps % self._steps_per_rollout == 0
+        corrects_engine = self.use_vllm and self.args.vllm_importance_sampling_correction
+        return not is_aligned or corrects_engine
 
     def _seed_engine(self):
         """Give this rollout batch its place in the sequence that `seed` starts.
@@ -150,7 +174,7 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
 
     def _memberships(self, rollout: dict) -> dict[str, Tensor]:
         """Token sets that stay fixed over every pass of a rollout batch, (B, T) bool each."""
-        old_logps, mask = rollout["old_per_token_logps"], _valid_tokens(rollout)
+        old_logps, mask = rollout["old_per_token_logps"], valid_tokens(rollout)
         memberships = {}
         if self.args.uses_lopti:
             eta = self.args.lopti_eta
@@ -242,7 +266,7 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
 
     def _log_savings(self, rows: dict, trainable: Tensor, layouts: list[Layout]) -> list[float]:
         """Log what the layout saves. Returns the rows in each micro-batch, of all processes."""
-        valid = _valid_tokens(rows)
+        valid = valid_tokens(rows)
         scored = trainable if "project" in self._tricks else valid
         sums = [
             *(len(layout.rows) for layout in layouts),
@@ -267,7 +291,8 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _compute_loss(self, model, inputs):
-        if not (self.model.training and (self.args.uses_token_probs or self._tricks)):
+        watches = self.args.uses_token_probs or self._diagnostics
+        if not (self.model.training and (watches or self._tricks)):
             return super()._compute_loss(model, inputs)
         if self.args.uses_ar:
             advantages = inputs["advantages"].unsqueeze(1) * self._token_weights(inputs)
@@ -281,7 +306,7 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
             loss = loss * inputs.get("row_share", 1.0)
         if inputs.get("is_empty"):  # no row of any process: there is nothing to average
             self._metrics["train"] = defaultdict(list, metrics)
-        if self.args.uses_token_probs:
+        if watches:
             self._log_scored(inputs, loss.detach())
         return loss
 
@@ -289,9 +314,14 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
         """(B, T) factor on the advantages."""
         return ar_weights(inputs["old_per_token_logps"].exp(), self.args.ar_alpha)
 
+    def _gradient_weights(self, rollout: dict) -> Tensor:
+        """(B, T) factor of the methods on a token's gradient, all phases together."""
+        weights = self._token_weights(rollout)
+        return weights * rollout["prob_band_mask"] if self.args.prob_band is not None else weights
+
     def _trainable_tokens(self, inputs: dict) -> Tensor:
         """(B, T) bool: tokens that carry a gradient in this micro-step."""
-        trainable = _valid_tokens(inputs).bool()
+        trainable = valid_tokens(inputs).bool()
         if self.args.uses_lopti:
             low = inputs["low_prob_mask"]
             trainable = trainable & (low if self._micro_step().phase == "low" else ~low)
@@ -304,12 +334,17 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
         gate, self._gradient_gate = self._gradient_gate, None
         if gate is None:
             # pi_old and the reference, over the whole rollout batch
+            is_observed = self._diagnostics is not None and self._diagnostics.awaits_rollout
+            if is_observed:
+                score = functools.partial(self._diagnostics.score, score)
             if "trim" in self._tricks and self.model.training and not kwargs.get("num_images"):
                 logps = score_by_length(
                     lambda *batch: score(*batch)[0], model, *args, kwargs["batch_size"]
                 )
-                return logps, None, None
-            return score(model, *args, **kwargs)
+                scored = logps, None, None
+            else:
+                scored = score(model, *args, **kwargs)
+            return (self._diagnostics.keep(scored[0]), None, None) if is_observed else scored
         if self._position_offset:
             model = at_positions(self._position_offset, model)
         project = "project" in self._tricks
@@ -345,9 +380,11 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
     def _log_scored(self, inputs: dict, loss: Tensor):
         """Log this micro-step's phase: loss, and ratio, clipping and entropy of its own tokens."""
         in_phase, logps, entropies = self._scored
-        log_ratio = logps - inputs["old_per_token_logps"]
+        # without a method, plain TRL may have no use for pi_old
+        old_logps = inputs.get("old_per_token_logps", inputs.get("rollout_logps"))
+        log_ratio = logps - old_logps
         if self.args.importance_sampling_level == "sequence":
-            mask = _valid_tokens(inputs)
+            mask = valid_tokens(inputs)
             log_ratio = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(
                 min=1
             )
@@ -357,6 +394,12 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
             lowest, highest = 0.0, self.epsilon_high
         advantages = inputs["advantages"].reshape(len(ratio), -1)
         clipped = ((ratio < lowest) & (advantages < 0)) | ((ratio > highest) & (advantages > 0))
+        if self._diagnostics:
+            trained = in_phase & (advantages != 0)
+            has_clipping = self.loss_type in _CLIPPED_LOSS_TYPES
+            self._diagnostics.add_update(
+                old_logps, trained, logps, clipped if has_clipping else None
+            )
         values = (ratio, clipped, entropies, torch.ones_like(entropies))
         sums = torch.stack([*((value * in_phase).sum().float() for value in values), loss.float()])
         *sums, num_tokens, loss_sum = self.accelerator.reduce(sums).tolist()
@@ -383,12 +426,6 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
 
     def _log(self, name: str, value: Tensor | float):
         self._metrics["train"][name].append(float(value))
-
-
-def _valid_tokens(inputs: dict) -> Tensor:
-    """(B, T): 1 on tokens that TRL's loss counts: not padding, not a tool's output."""
-    mask = inputs["completion_mask"]
-    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
 def rollout_seed(seed: int, rollout_batch: int, engine: int) -> int:

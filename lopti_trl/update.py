@@ -182,13 +182,13 @@ def at_positions(offset: int, model: Callable) -> Callable:
 
 
 def score_by_length(
-    score: Callable,  # (model, input_ids, attention_mask, width) -> log-probs (B, width)
+    score: Callable,  # (model, input_ids, attention_mask, width) -> log-probs (..., B, width)
     model: Callable,
     input_ids: Tensor,  # (B, P + T), prompts left and completions right padded
     attention_mask: Tensor,  # (B, P + T)
     width: int,  # T
     batch_size: int,
-) -> Tensor:  # (B, T), 0 where no row of the same batch has a token
+) -> Tensor:  # (..., B, T), 0 where no row of the same batch has a token
     """Score rows of like lengths together, each batch cut to its own longest prompt and completion.
 
     TRL scores the rows as they come, all padded to the longest.
@@ -196,12 +196,15 @@ def score_by_length(
     prompt_width = input_ids.size(1) - width
     prompts = attention_mask[:, :prompt_width].sum(1)
     completions = attention_mask[:, prompt_width:].sum(1)
-    logps = torch.zeros(len(input_ids), width, device=input_ids.device)
+    result = None
     for rows in (prompts + completions).argsort(descending=True).split(batch_size):
         offset = prompt_width - int(prompts[rows].max())
         length = max(int(completions[rows].max()), 1)
         span = slice(offset, prompt_width + length)
-        logps[rows, :length] = score(
+        logps = score(
             at_positions(offset, model), input_ids[rows, span], attention_mask[rows, span], length
         )
-    return logps
+        if result is None:
+            result = logps.new_zeros(*logps.shape[:-2], len(input_ids), width)
+        result[..., rows, :length] = logps
+    return result
