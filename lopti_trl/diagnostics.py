@@ -183,16 +183,13 @@ class Diagnostics(TrainerCallback):
         numbers = torch.full_like(rollout["completion_ids"][:, 0], -1)
         numbers[rows] = torch.arange(len(rows), device=rows.device)
         logps = torch.zeros_like(rollout["completion_ids"], dtype=torch.float)
-        logps[rows] = self._score_rows({key: rollout[key][rows] for key in _TOKENS})
+        logps[rows] = self.score_rows({key: rollout[key][rows] for key in _TOKENS})
         return {"watched": numbers, "watched_logps": logps}
 
-    def _score_rows(self, rows: dict) -> Tensor:
+    def score_rows(self, rows: dict) -> Tensor:
         """log pi (B, T) without dropout, in batches that do not depend on the weights."""
         trainer, model = self.trainer, self.trainer.model
-        ids, mask = (
-            torch.cat([rows[f"prompt_{name}"], rows[f"completion_{name}"]], dim=1)
-            for name in ("ids", "mask")
-        )
+        ids, mask = joined(rows)
         width, batch_size = rows["completion_ids"].size(1), trainer.args.per_device_train_batch_size
 
         def score(*batch) -> Tensor:
@@ -208,6 +205,16 @@ class Diagnostics(TrainerCallback):
         model.train(was_training)
         return logps
 
+    def squares_of(self, rows: dict) -> Tensor:
+        """log sum_v pi_v^2 (B, T) of a rollout, by a pass of its own."""
+        trainer = self.trainer
+        ids, mask = joined(rows)
+        size, width = trainer.args.per_device_train_batch_size, rows["completion_ids"].size(1)
+        score, model = trainer._get_per_token_logps_and_entropies, trainer.model
+        model.eval()
+        with torch.no_grad():
+            return self.score(score, model, ids, mask, width, batch_size=size)[0][2]
+
     def _log_rise(self):
         """Share of the positive-advantage tokens whose probability rose, or stayed [Fig 3]."""
         rows = concatenate(self.trainer._buffered_inputs)
@@ -215,7 +222,7 @@ class Diagnostics(TrainerCallback):
             return
         order = rows["watched"].argsort()[(rows["watched"] < 0).sum() :]
         rows = {key: value[order] for key, value in rows.items() if value.ndim}
-        before, after = rows["watched_logps"], self._score_rows(rows)
+        before, after = rows["watched_logps"], self.score_rows(rows)
         mask = valid_tokens(rows) * (rows["advantages"] > 0).unsqueeze(1)
         values = (after.exp() > before.exp(), after.exp() == before.exp())
         tokens, rose, tied = self._reduce(band_sums(before, mask, values, self.edges)).T
@@ -235,3 +242,12 @@ def valid_tokens(inputs: dict) -> Tensor:
     """(B, T): 1 on tokens that TRL's loss counts: not padding, not a tool's output."""
     mask = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
+def joined(rows: dict) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask (B, P + T) of prompts and completions."""
+    ids, mask = (
+        torch.cat([rows[f"prompt_{name}"], rows[f"completion_{name}"]], dim=1)
+        for name in ("ids", "mask")
+    )
+    return ids, mask
