@@ -252,6 +252,18 @@ def build_trainer(
     return trainer
 
 
+def run_config(task: TaskArguments, args: LoptiGRPOConfig, model: ModelConfig) -> dict:
+    """Every option of a run that is not the default one."""
+    defaults = TaskArguments(), type(args)(args.output_dir, use_cpu=True, bf16=False), ModelConfig()
+    pairs = (
+        (name, value, getattr(default, name))
+        for given, default in zip((task, args, model), defaults, strict=True)
+        for name, value in asdict(given).items()
+    )
+    config = {name: value for name, value, default in pairs if value != default}
+    return json.loads(json.dumps(config | {"seed": args.seed}, default=str))
+
+
 def main(task: TaskArguments, args: LoptiGRPOConfig, model: ModelConfig) -> dict:
     """Train, evaluate before and after, and write the run to `args.output_dir`:
 
@@ -273,6 +285,7 @@ def main(task: TaskArguments, args: LoptiGRPOConfig, model: ModelConfig) -> dict
     metrics = output / "metrics.json"
     results = {
         "plan": asdict(plan),
+        "config": run_config(task, args, model),
         "evaluation": {},
         "versions": {name: importlib.metadata.version(name) for name in VERSIONED},
     }
