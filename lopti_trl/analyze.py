@@ -241,10 +241,10 @@ def whole_updates(probe: Probe, records: Records, batch: int, settings: Settings
 def logit_bound(probe: Probe, squares: Tensor, records: Records, batch: int):
     """sqrt(N / (N - 1)) (1 - pi) <= ||d log pi / d logits|| <= sqrt(2) (1 - pi), on real logits.
 
-    Over tokens with pi <= .997: above it float32 does not tell the norm from its bound.
+    Over tokens with pi <= .99: above it float32 does not tell the norm from its bound.
     """
     logps, squares = (x[probe.mask].double() for x in (probe.old_logps, squares))
-    told = logps.exp() <= 0.997
+    told = logps.exp() <= 0.99
     logps, squares = logps[told], squares[told]
     norms = (1 - 2 * logps.exp() + squares.exp()).clamp(min=0).sqrt()
     ratio = norms / -logps.expm1()
@@ -364,7 +364,7 @@ def analyze(trainer: LoptiGRPOTrainer, settings: Settings) -> tuple[pd.DataFrame
         "rewards": all_rewards,
         "language": language(texts, lengths, all_rewards, settings.words),
         "samples": samples,
-        "settings": asdict(settings),
+        "settings": {**asdict(settings), "words": Path(settings.words).name},
         "versions": {name: importlib.metadata.version(name) for name in VERSIONED},
     }
     return records.frame(), facts

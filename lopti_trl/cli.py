@@ -54,3 +54,7 @@ def main() -> None:
         print(f"usage: lopti-trl VERB [--help] ...\n\n{usage}")
         sys.exit(0 if verb in ("-h", "--help") else 2)
     VERBS[verb](args)
+
+
+if __name__ == "__main__":
+    main()
