@@ -37,7 +37,7 @@ STYLE = {
     "savefig.transparent": True,
     "axes.prop_cycle": mpl.cycler(color=PALETTE),
 }
-SIZE = (5.2, 3.6)  # inches: legible at the width of a phone
+SIZE = (4.6, 3.4)  # inches: legible at the width of a phone
 MARKERS = "osD^vPX*"
 
 
@@ -114,7 +114,7 @@ def line_chart(
                     data.index, data["low"], data["high"], color=line.get_color(), alpha=0.18, lw=0
                 )
         if len(series) > 1:
-            axes.legend()
+            figure.legend(loc="outside lower center", ncols=2)
     ends = "; ".join(
         f"{label} from {number(data['mean'].iloc[0])} to {number(data['mean'].iloc[-1])}"
         for label, data in series.items()
@@ -160,7 +160,7 @@ def bar_chart(
                 label.set_horizontalalignment("right")
         axes.margins(x=0.08)
         if len(mean.columns) > 1:
-            axes.legend()
+            figure.legend(loc="outside lower center", ncols=2)
     parts = "; ".join(
         f"{column}: " + ", ".join(f"{x} {number(v)}" for x, v in mean[column].items())
         for column in mean.columns

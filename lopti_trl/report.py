@@ -75,14 +75,14 @@ def load_run(folder: Path | str) -> Run:
     """Reads what is there; whatever is not is named in `missing`, never an error."""
     run = Run(Path(folder))
     if not run.folder.is_dir():
-        run.missing.append("the folder does not exist")
+        run.missing.append("everything: there is no such folder")
         return run
     try:
         run.metrics = json.loads((run.folder / "metrics.json").read_text())
     except FileNotFoundError:
         run.missing.append("metrics.json (plan, versions, evaluation)")
     except ValueError:
-        run.missing.append("metrics.json: it is cut short or not JSON")
+        run.missing.append("a readable metrics.json: it is cut short or not JSON")
     run.log = run.metrics.get("log") or read_log(run.folder / "metrics.jsonl")
     if "log" not in run.metrics:
         batches = max((row.get("rollout_batches", 0) for row in run.log), default=0)
@@ -239,42 +239,44 @@ def diagnostics_charts(label: str, runs: list[Run]) -> Iterator[Chart]:
 
 
 def pivot(frame: pd.DataFrame, figure: str) -> tuple[pd.DataFrame, ...]:
-    """Mean, lower and upper end of the 95 % interval over batches: x down, series across."""
+    """Mean, mean - std and mean + std over batches: x down, series across."""
     rows = frame[frame["figure"] == figure]
     order = {axis: list(dict.fromkeys(rows[axis])) for axis in ("x", "series")}
-    parts = rows.groupby(["x", "series"])["value"].apply(lambda v: interval(list(v)))
+    groups = rows.groupby(["x", "series"])["value"]
+    mean, std = groups.mean(), groups.std()
     return tuple(
-        parts.map(lambda p, i=i: p[i]).unstack().reindex(index=order["x"], columns=order["series"])
-        for i in (0, 2, 3)
+        values.unstack().reindex(index=order["x"], columns=order["series"])
+        for values in (mean, mean - std, mean + std)
     )
 
 
 def analysis_charts(frame: pd.DataFrame, facts: dict) -> Iterator[Chart]:
     """Figures 1, 3 and 5, the theory check, cosines and layers of one `analyze`."""
     batches = frame["batch"].nunique()
-    note = f"Bars: 95 % interval over {batches} rollout batches." if batches > 1 else "One batch."
+    note = f"Bars: standard deviation over {batches} rollout batches."
+    note = note if batches > 1 else "One rollout batch."
     band, rate = "band of pi_old", facts["settings"]["probe_lr"]
 
-    def chart(figure, name, title, ylabel, scale=1.0, xlabel=band, series=None, x=None, **options):
+    def chart(
+        figure, name, title, ylabel, scale=1.0, xlabel=band, series=None, x=None, more="", **options
+    ):
         tables = [table * scale for table in pivot(frame, figure)]
         if series:
             tables = [table[[s for s in series if s in table.columns]] for table in tables]
         if x:
             tables = [table.reindex([v for v in x if v in table.index]) for table in tables]
-        return bar_chart(name, title, xlabel, ylabel, *tables, note=note, **options)
+        return bar_chart(name, title, xlabel, ylabel, *tables, note=note + more, **options)
 
     bands = facts["bands"]
     yield chart("tokens", "tokens", "1 a. Tokens", "share of valid tokens (%)", 100)
     yield chart("advantage", "advantage", "1 b. Advantages", "advantage", reference=0)
-    step = f"after one SGD step of {rate:g}"
-    change = "mean change of probability (points)"
-    for name, title, trained in (
-        ("change", f"1 c. All tokens trained, {step}", "all"),
-        ("change_lowest", f"1 e. Lowest band trained, {step}", bands[0]),
-        ("change_highest", f"1 f. Highest band trained, {step}", bands[-1]),
-    ):
-        if trained in set(frame[frame["figure"] == "change"]["series"]):
-            yield chart("change", name, title, change, 100, series=[trained], reference=0)
+
+    def change(name, title, trained):
+        label = "mean change of probability (points)"
+        return chart("change", name, title, label, 100, series=[trained], reference=0, more=step)
+
+    step = f" After one SGD step of {rate:g}."
+    yield change("change", "1 c. Change, all tokens trained", "all")
     yield chart(
         "gradient norm",
         "gradient_norm",
@@ -282,6 +284,8 @@ def analysis_charts(frame: pd.DataFrame, facts: dict) -> Iterator[Chart]:
         "L2 norm over all parameters",
         xlabel="tokens trained",
     )
+    yield change("change_lowest", "1 e. Change, lowest band trained", bands[0])
+    yield change("change_highest", "1 f. Change, highest band trained", bands[-1])
     yield chart(
         "rose",
         "rose",
@@ -381,7 +385,7 @@ def build(runs: list[Run], title: str) -> dict:
         raise ValueError("No run to report on. Give the folders of runs, as `train` wrote them.")
     name_methods(runs)
     groups = by_method(runs)
-    notes = [f"{run.name}: no {text}" for run in runs for text in run.missing]
+    notes = [f"{run.name} lacks {text}" for run in runs for text in run.missing]
     if all(len(group) == 1 for group in groups.values()):
         notes.append(
             "one seed a method: no interval and no test, so no method can be called better"
