@@ -3,7 +3,7 @@
 import functools
 import importlib.metadata
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -252,16 +252,17 @@ def build_trainer(
     return trainer
 
 
-def run_config(task: TaskArguments, args: LoptiGRPOConfig, model: ModelConfig) -> dict:
-    """Every option of a run that is not the default one."""
-    defaults = TaskArguments(), type(args)(args.output_dir, use_cpu=True, bf16=False), ModelConfig()
-    pairs = (
-        (name, value, getattr(default, name))
-        for given, default in zip((task, args, model), defaults, strict=True)
-        for name, value in asdict(given).items()
-    )
-    config = {name: value for name, value, default in pairs if value != default}
-    return json.loads(json.dumps(config | {"seed": args.seed}, default=str))
+def run_config(*arguments) -> dict:
+    """Every option that is not the default one, as JSON takes it, and the seed."""
+    config = {}
+    for group in arguments:
+        for entry in fields(group):
+            value, default = getattr(group, entry.name), entry.default
+            if entry.default_factory is not MISSING:
+                default = entry.default_factory()
+            if value != default or entry.name == "seed":
+                config[entry.name] = value
+    return json.loads(json.dumps(config, default=str))
 
 
 def main(task: TaskArguments, args: LoptiGRPOConfig, model: ModelConfig) -> dict:

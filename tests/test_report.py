@@ -25,6 +25,7 @@ from lopti_trl.report import (
     spread,
     write_report,
 )
+from lopti_trl.train import parse_args, run_config
 
 BANDS = ["0-0.25", "0.25-0.5", "0.5-0.75", "0.75-1"]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -335,3 +336,11 @@ def test_the_command_writes_no_figures_if_told_so(runs, tmp_path):
     output = main([runs[1], "--output", str(tmp_path / "a.html"), "--no_figures"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "a.md"]
     assert "<h1>Training report</h1>" in output.read_text()
+
+
+def test_a_run_records_the_options_that_are_not_default(tmp_path):
+    options = ["--config", "kk_tiny_cpu.yaml", "--output_dir", str(tmp_path), "--ar_alpha", "0.2"]
+    config = run_config(*parse_args([*options, "--seed", "42", "--num_people", "2"]))
+    expected = {"ar_alpha": 0.2, "lopti_eta": 0.5, "seed": 42, "num_people": [2], "beta": None}
+    assert {key: config.get(key) for key in expected} == expected  # beta is TRL's default
+    json.dumps(config)
