@@ -83,6 +83,8 @@ def load_run(folder: Path | str) -> Run:
         run.missing.append("metrics.json (plan, versions, evaluation)")
     except ValueError:
         run.missing.append("a readable metrics.json: it is cut short or not JSON")
+    if (run.folder / "sweep.json").is_file():
+        run.label = json.loads((run.folder / "sweep.json").read_text())["method"]
     run.log = run.metrics.get("log") or read_log(run.folder / "metrics.jsonl")
     if "log" not in run.metrics:
         batches = max((row.get("rollout_batches", 0) for row in run.log), default=0)
@@ -113,11 +115,11 @@ def read_log(path: Path) -> list[dict]:
 
 
 def name_methods(runs: list[Run]) -> None:
-    """Label runs by method; the number of optimizer steps tells apart those of one method."""
+    """Label runs by a sweep's name or the method; the number of steps tells apart those alike."""
     steps = {}
     for run in runs:
         count = run.plan.get("optimizer_steps_per_rollout_batch")
-        run.label = run.plan.get("method", run.name)
+        run.label = run.label or run.plan.get("method", run.name)
         steps.setdefault(run.label, set()).add(count)
     for run in runs:
         if len(steps[run.label]) > 1:

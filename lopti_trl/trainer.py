@@ -122,9 +122,8 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
                 valid_tokens(rollout), rollout["advantages"], self._gradient_weights(rollout)
             )
             rollout |= self._diagnostics.watch(rollout)
-            rollout["rollout_logps"] = rollout["old_per_token_logps"]
             if not (self.args.uses_token_probs or self._has_old_logps):
-                del rollout["old_per_token_logps"]
+                rollout["rollout_logps"] = rollout.pop("old_per_token_logps")
         return rollout
 
     @property
@@ -380,7 +379,7 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
     def _log_scored(self, inputs: dict, loss: Tensor):
         """Log this micro-step's phase: loss, and ratio, clipping and entropy of its own tokens."""
         in_phase, logps, entropies = self._scored
-        # without a method, plain TRL may have no use for pi_old
+        # TRL's loss must not see pi_old where TRL would not compute it
         old_logps = inputs.get("old_per_token_logps", inputs.get("rollout_logps"))
         log_ratio = logps - old_logps
         if self.args.importance_sampling_level == "sequence":

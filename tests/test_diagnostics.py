@@ -171,7 +171,7 @@ def test_change_and_clipping_equal_a_count_by_hand(make_trainer, fields):
     ):
         tokens, changes, clips = [0] * 4, [0.0] * 4, [0] * 4
         for i, j in trained.nonzero().tolist():
-            old, advantage = inputs["rollout_logps"][i, j].exp(), inputs["advantages"][i]
+            old, advantage = inputs["old_per_token_logps"][i, j].exp(), inputs["advantages"][i]
             if advantage == 0:
                 continue
             band = next(k for k in range(4) if old <= EDGES[k + 1])
@@ -319,7 +319,7 @@ def test_bad_values_are_named_with_the_fix(fields, message):
 def test_bands_can_be_chosen(rollout):
     trainer, inputs = rollout(ar_alpha=0.3, diagnostics_bands=[0.0, 0.1, 1.0])
     rows = whole_buffer(trainer)
-    rare = (rows["rollout_logps"].exp() <= 0.1) & valid_tokens(rows).bool()
+    rare = (rows["old_per_token_logps"].exp() <= 0.1) & valid_tokens(rows).bool()
     share = (rare.sum() / rows["completion_mask"].sum()).item()
     assert trainer._metrics["train"]["prob/token_share/0-0.1"] == [pytest.approx(share)]
     assert trainer._metrics["train"]["prob/token_share/0.1-1"] == [pytest.approx(1 - share)]

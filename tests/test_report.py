@@ -175,6 +175,8 @@ def test_runs_of_one_method_are_told_apart_by_their_steps(tmp_path):
     runs = named([load_run(f) for f in folders])
     assert [run.label for run in runs] == ["GRPO", "GRPO, 2 steps a batch"]
     assert list(by_method(runs)) == ["GRPO", "GRPO, 2 steps a batch"]
+    (tmp_path / "b-1" / "sweep.json").write_text('{"method": "control"}')
+    assert [run.label for run in named([load_run(f) for f in folders])] == ["GRPO", "control"]
 
 
 def test_a_page_has_every_chart_with_title_axes_units_and_alternative_text(runs, report):
