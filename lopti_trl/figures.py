@@ -14,6 +14,7 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 # Okabe and Ito's colours, told apart by most colour-blind eyes; the page may replace each one
 PALETTE = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f", "#8c564b"]
@@ -113,6 +114,8 @@ def line_chart(
                 axes.fill_between(
                     data.index, data["low"], data["high"], color=line.get_color(), alpha=0.18, lw=0
                 )
+        if all(isinstance(x, int | np.integer) for data in series.values() for x in data.index):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if len(series) > 1:
             figure.legend(loc="outside lower center", ncols=2)
     ends = "; ".join(

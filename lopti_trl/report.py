@@ -99,7 +99,7 @@ def load_run(folder: Path | str) -> Run:
         run.facts = json.loads((run.folder / "analysis" / "analysis.json").read_text())
         run.analysis = pd.read_parquet(run.folder / "analysis" / "analysis.parquet")
     except (OSError, ValueError):
-        run.missing.append(f"figures 1, 3, 5 and samples: lopti-trl analyze {run.folder}")
+        run.missing.append("figures 1, 3, 5 and samples: lopti-trl analyze RUN")
     return run
 
 
@@ -307,7 +307,7 @@ def analysis_charts(frame: pd.DataFrame, facts: dict) -> Iterator[Chart]:
         "layers",
         "layers",
         "Gradient by layer",
-        "L2 norm over the layer's parameters",
+        "L2 norm in the layer",
         xlabel="layer",
         series=["low", "high", "all"],
     )
@@ -387,11 +387,13 @@ def build(runs: list[Run], title: str) -> dict:
         raise ValueError("No run to report on. Give the folders of runs, as `train` wrote them.")
     name_methods(runs)
     groups = by_method(runs)
-    notes = [f"{run.name} lacks {text}" for run in runs for text in run.missing]
+    lacking = {}
+    for run in runs:
+        for text in run.missing:
+            lacking.setdefault(text, []).append(run.name)
+    notes = [f"in {', '.join(names)}: {text}" for text, names in lacking.items()]
     if all(len(group) == 1 for group in groups.values()):
-        notes.append(
-            "one seed a method: no interval and no test, so no method can be called better"
-        )
+        notes.append("a second seed of any method, for intervals and tests")
     sections = [
         ("Training", list(curve_charts(runs))),
         ("Held-out accuracy", list(accuracy_charts(runs))),

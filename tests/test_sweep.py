@@ -170,10 +170,10 @@ def test_statistics_over_too_few_seeds_say_nothing():
 
 SMALL = {
     "train_puzzles": 16,
-    "test_puzzles": 2,
+    "test_puzzles": 8,
     "num_generations": 4,
     "per_device_train_batch_size": 8,
-    "max_completion_length": 16,
+    "max_completion_length": 96,
     "max_steps": 3,
     "save_strategy": "steps",
     "save_steps": 1,
@@ -207,6 +207,7 @@ def test_a_sweep_killed_twice_ends_with_the_same_table(tmp_path):
         )
         pd.testing.assert_frame_equal(whole, killed, check_exact=True)
         assert len(whole) == {"runs": 4 * 5, "results": 2 * 5}[name]
+        assert whole[{"runs": "value", "results": "mean"}[name]].nunique() > 3
 
 
 def kill_when(path: str, file, with_children: bool) -> None:
