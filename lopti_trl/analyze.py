@@ -397,7 +397,8 @@ def parse(
         )
     if not torch.cuda.is_available():
         others = ["--use_cpu", "true", "--bf16", "false", *others]
-    task, config, model = parse_args([*others, "--output_dir", output, "--report_to", "none"])
+    ours = ["--output_dir", output, "--report_to", "none", "--test_puzzles", "0"]
+    task, config, model = parse_args([*others, *ours])
     model.model_name_or_path = known.model
     config.ar_alpha = config.ar_alpha or 0.3
     config.lopti_quantile, config.prob_band = None, None

@@ -23,6 +23,7 @@ QUANTITIES = {  # under prob/, per band of pi_old
     "change": ("Change of probability since the rollout", "mean pi - pi_old (points)", 100),
     "clip_ratio": ("Clipped tokens", "share of trained tokens (%)", 100),
     "rose": ("Tokens with positive advantage that rose", "share that rose (%)", 100),
+    "tied": ("Tokens with positive advantage that stayed", "share without any change (%)", 100),
 }
 BASELINE = "GRPO"
 
@@ -288,14 +289,11 @@ def analysis_charts(frame: pd.DataFrame, facts: dict) -> Iterator[Chart]:
     )
     yield change("change_lowest", "1 e. Change, lowest band trained", bands[0])
     yield change("change_highest", "1 f. Change, highest band trained", bands[-1])
-    yield chart(
-        "rose",
-        "rose",
-        "3. Tokens with positive advantage that rose",
-        "share with pi_new > pi_old (%)",
-        100,
-        x=bands,
-    )
+    for name, title, label in (
+        ("rose", "3. Tokens with positive advantage that rose", "share with pi_new > pi_old (%)"),
+        ("tied", "3. Ties: not a bit of change", "share with pi_new = pi_old (%)"),
+    ):
+        yield chart(name, name, title, label, 100, x=bands)
     yield heat_map(
         "cosine",
         "Cosine between gradients",

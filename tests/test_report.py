@@ -85,6 +85,7 @@ def write_analysis(folder):
     add("gradient norm", "norm", [(s, 0.5) for s in sets])
     for method in ("GRPO", "AR", "Lopti", "AR + Lopti"):
         add("rose", method, [(b, 0.4) for b in BANDS])
+        add("tied", method, [(b, 0.1) for b in BANDS])
     for s in sets:
         add("cosine", s, [(t, 0.3) for t in sets])
     for s in ("low", "high", "all"):
@@ -183,7 +184,7 @@ def test_a_page_has_every_chart_with_title_axes_units_and_alternative_text(runs,
     page, figures = report.read_text(), report.parent / "report_figures"
     svgs = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
     charts = [c for _, cs in build([load_run(r) for r in runs], "x")["sections"] for c in cs]
-    assert len(svgs) == len(charts) == 4 + 2 + 2 * 2 + 11
+    assert len(svgs) == len(charts) == 4 + 2 + 2 * 2 + 12
     for svg, chart in zip(svgs, charts, strict=True):
         tree = ET.fromstring(svg)
         assert tree.get("role") == "img"
