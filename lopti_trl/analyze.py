@@ -30,7 +30,6 @@ from lopti_trl.diagnostics import (
     band_sums,
     evenly,
     logit_grad_norm,
-    valid_tokens,
 )
 from lopti_trl.language import WORDS, load_word_classes, reward_correlation, word_frequencies
 from lopti_trl.phases import low_prob_mask, prob_band_mask
@@ -43,6 +42,7 @@ from lopti_trl.train import (
     parse_args,
 )
 from lopti_trl.trainer import LoptiGRPOTrainer
+from lopti_trl.update import valid_tokens
 from lopti_trl.weights import ar_weights
 
 Gradient = dict[str, Tensor]  # by parameter name

@@ -23,14 +23,11 @@ from lopti_trl.memory import (
     engine_sequences,
 )
 from lopti_trl.train import Plan, TaskArguments, method_name
+from lopti_trl.vllm import SERVE, server_url
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 TIGHT = 0.9  # share of the memory above which an estimate is too close to call
 FEW_SEQUENCES = 8  # an engine that generates fewer at once is mostly idle
-SERVE = (
-    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --max-logprobs -1 "
-    '--weight-transfer-config \'{"backend": "nccl"}\''
-)
 
 
 class Check(NamedTuple):
@@ -256,6 +253,7 @@ def check_packages(run: Run) -> Check:
         "requests": args.use_vllm and args.vllm_mode == "server",
         "deepspeed": bool(run.launch.deepspeed),
         "bitsandbytes": run.bits < 16,
+        "math-verify": run.task.task == "math",
     }
     wanted = [name for name, is_needed in needed.items() if is_needed]
     missing = [name for name in wanted if name not in packages]
@@ -373,16 +371,16 @@ def check_update_options(run: Run) -> Check:
     return Check("update_ options", OK, found)
 
 
-def check_data(lengths: list[int], plan: Plan, is_estimate: bool) -> Check:
+def check_data(lengths: list[int], plan: Plan, estimated: str) -> Check:
     return judge(
         "data",
         f"{len(lengths):,} prompts of up to {max(lengths)} tokens, "
         f"{plan.prompts_per_rollout_batch} a rollout batch",
         (
-            is_estimate,
+            bool(estimated),
             WARN,
-            "lengths estimated from the text, without a tokenizer",
-            "Download the model, or run doctor where the hub is reached.",
+            estimated,
+            "Download the model and the data, or run doctor where the hub is reached.",
         ),
     )
 
@@ -458,7 +456,7 @@ def fetch(url: str, timeout: float = 3.0) -> bytes:
 def check_server(run: Run, needed_length: int) -> Check:
     """Does the server answer, take new weights, and hold whole sequences?"""
     args = run.args
-    url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    url = server_url(args)
     try:
         fetch(f"{url}/health")
         served = json.loads(fetch(f"{url}/v1/models"))["data"][0]

@@ -10,6 +10,21 @@ def train(args: list[str]) -> None:
     main(*parse_args(args))
 
 
+def evaluate(args: list[str]) -> None:
+    """Measure a model, or the last checkpoints of a run: --config FILE [--option value ...]."""
+    from lopti_trl.eval import main, parse_args
+
+    main(*parse_args(args))
+
+
+def sft(args: list[str]) -> None:
+    """Fine-tune on worked solutions, as a baseline: --config FILE [--option value ...]."""
+    from lopti_trl.sft import SFTArguments, main
+    from lopti_trl.train import parse_args
+
+    main(*parse_args(args, SFTArguments))
+
+
 def doctor(args: list[str]) -> None:
     """Check a recipe against the machine: --config FILE [--accelerate_config FILE] [...]."""
     from lopti_trl.doctor import main
@@ -40,6 +55,8 @@ def sweep(args: list[str]) -> None:
 
 VERBS = {
     "train": train,
+    "sft": sft,
+    "eval": evaluate,
     "doctor": doctor,
     "analyze": analyze,
     "sweep": sweep,
@@ -56,5 +73,5 @@ def main() -> None:
     VERBS[verb](args)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # as `accelerate launch -m lopti_trl.cli` starts it
     main()

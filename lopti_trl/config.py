@@ -1,28 +1,18 @@
 """Our fields on top of `trl.GRPOConfig`, and the rules they must keep."""
 
-import http.client
 import itertools
 import math
-import time
-import urllib.error
-import urllib.request
-import warnings
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from trl import GRPOConfig
-from trl.import_utils import is_vllm_available
+from lopti_trl.diw_config import DIWConfig
+from lopti_trl.sampling_config import SamplingConfig
 
-# serves as TRL 1.16 asks for
-SERVE = (
-    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --max-logprobs -1 "
-    '--weight-transfer-config \'{"backend": "nccl"}\''
-)
-TRICKS = ("trim", "balance", "skip", "cut", "project")
+TRICKS = ("trim", "balance", "skip", "cut", "project")  # on by themselves where exact
 
 
 @dataclass
-class LoptiGRPOConfig(GRPOConfig):
+class LoptiGRPOConfig(DIWConfig, SamplingConfig):
     """`trl.GRPOConfig` with the token-probability methods, all off by default.
 
     pi_old is the probability of a sampled token under the policy that made the rollout, at the
@@ -104,6 +94,14 @@ class LoptiGRPOConfig(GRPOConfig):
         default=None,
         metadata={"help": "Apply the LM head only to tokens with a gradient."},
     )
+    update_padding_free: bool = field(
+        default=False,
+        metadata={
+            "help": "Feed the rows of a micro-batch to the model as one sequence without padding, "
+            "positions restarting with each row. For attn_implementation flash_attention_2 or _3; "
+            "sdpa and eager are exact too, but attend over the whole sequence."
+        },
+    )
 
     diagnostics: bool | None = field(
         default=None,
@@ -135,7 +133,8 @@ class LoptiGRPOConfig(GRPOConfig):
             name: self.uses_token_probs and name not in inexact if flag is None else flag
             for name, flag in flags.items()
         }
-        return frozenset(name for name in TRICKS if chosen[name])
+        chosen["padding_free"] = self.update_padding_free
+        return frozenset(name for name, is_on in chosen.items() if is_on)
 
     def inexact_tricks(self) -> dict[str, str]:
         """Which update_ options would change a gradient, and why."""
@@ -144,7 +143,7 @@ class LoptiGRPOConfig(GRPOConfig):
         rules = (
             (
                 self.steps_per_generation % self.gradient_accumulation_steps != 0,
-                TRICKS,
+                (*TRICKS, "padding_free"),
                 "optimizer steps span rollout batches",
             ),
             (
@@ -156,6 +155,16 @@ class LoptiGRPOConfig(GRPOConfig):
                 self.off_policy_mask_threshold is not None,
                 whole_rows,
                 "the off-policy mask of a sequence needs all its tokens",
+            ),
+            (
+                self.diw,
+                whole_rows,
+                "the weights of a sequence need all its tokens",
+            ),
+            (
+                self.diw and (self.diw_energy_beta != 0 or self.diw_learn_tau),
+                ("skip",),
+                "energy shaping and a learnt tau need every row",
             ),
             (
                 self.loss_type in ("grpo", "sapo"),
@@ -191,7 +200,7 @@ class LoptiGRPOConfig(GRPOConfig):
     @property
     def uses_token_probs(self) -> bool:
         """Whether any method needs pi_old."""
-        return self.uses_ar or self.uses_lopti or self.prob_band is not None
+        return self.uses_ar or self.uses_lopti or self.prob_band is not None or self.diw
 
     @property
     def uses_diagnostics(self) -> bool:
@@ -201,6 +210,7 @@ class LoptiGRPOConfig(GRPOConfig):
         super().__post_init__()
         self._check_ranges()
         self._check_diagnostics()
+        self.check_diw()
         if self.uses_lopti:
             self._check_phases()
         is_colocated = self.use_vllm and self.vllm_mode == "colocate"
@@ -267,52 +277,3 @@ class LoptiGRPOConfig(GRPOConfig):
                 f"steps_per_generation to {math.ceil(steps / accumulation) * accumulation}, or "
                 f"gradient_accumulation_steps to a divisor of {steps}."
             )
-
-
-def check_engine(args: GRPOConfig) -> None:
-    """Raise before the model loads what TRL finds only afterwards: no usable vLLM, no server."""
-    if not args.use_vllm:
-        return
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        is_available = is_vllm_available()
-    if not is_available:
-        raise ImportError(
-            "use_vllm=True, but vLLM is not installed. Install it (pip install 'lopti-trl[vllm]'), "
-            "or set use_vllm to false."
-        )
-    if caught:  # TRL names its range and the version that is here, and would go on
-        raise ImportError(
-            f"{caught[0].message} Do so (pip install 'lopti-trl[vllm]'), or set use_vllm to false."
-        )
-    if args.vllm_mode == "server" and args.process_index == 0:
-        wait_for_server(args)
-
-
-def server_url(args: GRPOConfig) -> str:
-    return args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-
-
-def wait_for_server(args: GRPOConfig) -> None:
-    """Return when the server is up; ConnectionError if it is not within vllm_server_timeout."""
-    url, deadline = server_url(args), time.monotonic() + args.vllm_server_timeout
-    while (problem := what_is_wrong(f"{url}/health")) is not None:
-        if time.monotonic() >= deadline:
-            raise ConnectionError(
-                f"No vLLM server is up at {url} after {args.vllm_server_timeout:g} s: {problem}. "
-                f"Start one ({SERVE}), or set vllm_server_base_url (or vllm_server_host="
-                f"{args.vllm_server_host} and vllm_server_port={args.vllm_server_port}) to where "
-                "it is. vllm_server_timeout says how long to wait."
-            )
-        time.sleep(1)
-
-
-def what_is_wrong(url: str) -> str | None:
-    try:
-        with urllib.request.urlopen(url, timeout=5):
-            return None
-    except urllib.error.HTTPError as error:
-        error.close()
-        return str(error)
-    except (OSError, http.client.HTTPException) as error:
-        return str(error)

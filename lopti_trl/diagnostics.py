@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 from trl.trainer.utils import add_fused_lm_head
 
-from lopti_trl.update import concatenate, score_by_length
+from lopti_trl.update import concatenate, score_by_length, valid_tokens
 
 _TOKENS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
@@ -236,12 +236,6 @@ class Diagnostics(TrainerCallback):
         for name, value in zip(self.names, values, strict=True):
             if value is not None:
                 self.trainer._log(f"prob/{quantity}/{name}", value)
-
-
-def valid_tokens(inputs: dict) -> Tensor:
-    """(B, T): 1 on tokens that TRL's loss counts: not padding, not a tool's output."""
-    mask = inputs["completion_mask"]
-    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
 def joined(rows: dict) -> tuple[Tensor, Tensor]:

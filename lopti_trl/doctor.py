@@ -61,10 +61,11 @@ from lopti_trl.train import (
     make_parser,
     model_path,
     parse_args,
+    prompt_lengths,
 )
 
 STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
-PACKAGES = ("vllm", "deepspeed", "bitsandbytes", "requests")
+PACKAGES = ("vllm", "deepspeed", "bitsandbytes", "requests", "math-verify")
 CHARACTERS_PER_TOKEN = 3  # a tokenizer of today makes fewer tokens than this of English text
 DEFAULT_GPU_MEMORY_GB = 80.0
 CONFIG_FILE = "from its config.json"
@@ -74,6 +75,7 @@ WIDTHS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 KNOWN_MODELS = {
     "Qwen/Qwen2.5-1.5B-Instruct": ((1536, 8960, 28, 12), 2, 151936, True, 32768),
     "Qwen/Qwen2.5-3B-Instruct": ((2048, 11008, 36, 16), 2, 151936, True, 32768),
+    "Qwen/Qwen2.5-7B": ((3584, 18944, 28, 28), 4, 152064, False, 131072),
     "Qwen/Qwen2.5-7B-Instruct-1M": ((3584, 18944, 28, 28), 4, 152064, False, 1010000),
 }
 
@@ -266,16 +268,23 @@ def find_model_config(run: Run) -> tuple[PretrainedConfig | None, str]:
         return None, str(error).splitlines()[0]
 
 
-def measure_prompts(task: TaskArguments, tokenizer) -> list[int]:
-    """Tokens of every training prompt, or without a tokenizer an upper estimate from its text."""
-    train, _ = load_datasets(task, tokenizer)
+def measure_prompts(task: TaskArguments, tokenizer) -> tuple[list[int], str]:
+    """Tokens of every training prompt, and why they are an upper estimate; "" if they are not."""
+    try:
+        train, _ = load_datasets(task, tokenizer)
+    except ConnectionError:
+        if task.task != "math" or None in (task.train_problems, task.max_prompt_tokens):
+            raise
+        reason = "number and lengths are the recipe's: the data set was not reached"
+        return [task.max_prompt_tokens] * task.train_problems, reason
     if tokenizer:
-        return [len(ids) for ids in tokenizer(list(train["prompt"]))["input_ids"]]
-    return [
+        return prompt_lengths(train["prompt"], tokenizer), ""
+    lengths = [
         len(prompt if isinstance(prompt, str) else "".join(part["content"] for part in prompt))
         // CHARACTERS_PER_TOKEN
         for prompt in train["prompt"]
     ]
+    return lengths, "lengths estimated from the text, without a tokenizer"
 
 
 # What the formulas of `memory` take
@@ -303,7 +312,7 @@ def make_setting(run: Run, config: PretrainedConfig, prompt_length: int) -> Sett
         adapter=model.use_peft,
         dropout=model.use_peft and model.lora_dropout > 0,
         bits=run.bits,
-        reference=args.beta != 0 and not model.use_peft,
+        reference=(args.beta != 0 or args.needs_reference) and not model.use_peft,
         offload_weights=launch.offload_weights,
         offload_optimizer=launch.offload_optimizer,
     )
@@ -361,13 +370,13 @@ def examine_model(run: Run) -> tuple[list[Check], list[Row]]:
         tokenizer = None
         if origin == CONFIG_FILE:  # what lies beside it is reached as well
             tokenizer = load_tokenizer(run.model, args.trust_remote_code)
-        lengths = measure_prompts(run.task, tokenizer)
+        lengths, estimated = measure_prompts(run.task, tokenizer)
         plan = Plan.of(args, lengths)
         size = measure_model(config, get_peft_config(run.model)) if config else None
     except (ValueError, OSError) as error:
         return [Check("data and model", FAIL, str(error))], []
     checks = [
-        check_data(lengths, plan, is_estimate=tokenizer is None),
+        check_data(lengths, plan, estimated),
         check_phases(run, plan),
         check_schedule(run, plan),
         check_length(run, max(lengths), size),

@@ -9,15 +9,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import set_seed
 
-from lopti_trl.checkpoint import ResumableGRPOTrainer
-from lopti_trl.config import SERVE, LoptiGRPOConfig, check_engine, server_url
-from lopti_trl.diagnostics import Diagnostics, valid_tokens
+from lopti_trl.config import LoptiGRPOConfig
+from lopti_trl.diagnostics import Diagnostics
+from lopti_trl.diw import DIWTrainer
 from lopti_trl.phases import (
     MicroStep,
     low_prob_mask,
@@ -25,15 +24,20 @@ from lopti_trl.phases import (
     prob_band_mask,
     prob_quantile,
 )
+from lopti_trl.sampling import SampledGRPOTrainer
 from lopti_trl.update import (
     Layout,
     at_positions,
+    check_padding_free,
     concatenate,
     lay_out,
     only_where,
+    padding_free,
     score_by_length,
     take,
+    valid_tokens,
 )
+from lopti_trl.vllm import SERVE, SharedFailure, require_vllm, rollout_seed, server_url
 from lopti_trl.weights import ar_weights
 
 # loss types whose gradient vanishes outside a clip range; the others shape the ratio smoothly
@@ -50,8 +54,8 @@ class Scored(NamedTuple):
     entropies: Tensor
 
 
-class LoptiGRPOTrainer(ResumableGRPOTrainer):
-    """`trl.GRPOTrainer` with Advantage Reweighting [AR], Lopti and probability bands.
+class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
+    """`trl.GRPOTrainer` with Advantage Reweighting [AR], Lopti, probability bands and [DIW].
 
     Takes the arguments of `GRPOTrainer`; `args` is a `LoptiGRPOConfig` (a plain `GRPOConfig` means
     every method off). With every method off it trains to the same bits as `GRPOTrainer`, but for
@@ -80,11 +84,13 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
 
     def __init__(self, model, reward_funcs=None, args=None, *others, **kwargs):
         if args is not None:
-            check_engine(args)
+            require_vllm(args)
         super().__init__(model, reward_funcs, args, *others, **kwargs)
         if not isinstance(self.args, LoptiGRPOConfig):
             self.args = copy.copy(self.args)  # the caller's object stays a GRPOConfig
             self.args.__class__ = LoptiGRPOConfig  # our fields read their class defaults: off
+        if self.args.update_padding_free:
+            check_padding_free(self.model)
         # What the policy's forward pass of one loss needs and leaves: see `_compute_loss`.
         self._gradient_gate: Tensor | None = None
         self._frozen_logps: Tensor | None = None
@@ -104,6 +110,8 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         if self.use_vllm and self.vllm_mode == "colocate" and self.model.training:
             self._seed_engine()
+        if self.model.training and self.args.dynamic_sampling_rounds:
+            inputs = self._replace_flat_groups(inputs)
         if not (self.model.training and (self.args.uses_token_probs or self._diagnostics)):
             return super()._generate_and_score_completions(inputs)
         # TRL leaves old_per_token_logps out when gradient_accumulation_steps is a multiple of
@@ -150,7 +158,10 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
         return completion_ids, logprobs
 
     def _end_without_server(self):
-        """Save what was learnt, on every process, and say why the run ends."""
+        """Save what was learnt, on every process, and say why the run ends.
+
+        Just after an epoch's end the checkpoint is not exact: the new epoch has drawn a number.
+        """
         folder = Path(self._get_output_dir(None)) / f"checkpoint-{self.state.global_step}"
         # a checkpoint is of whole optimizer steps; one that is there already is of this one
         is_whole = self._step == self.state.global_step * self.args.gradient_accumulation_steps
@@ -270,7 +281,10 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
         sums = [
             *(len(layout.rows) for layout in layouts),
             len(valid),
-            sum(layout.num_tokens for layout in layouts),
+            sum(
+                layout.num_useful if "padding_free" in self._tricks else layout.num_tokens
+                for layout in layouts
+            ),
             sum(layout.num_useful for layout in layouts),
             sum(scored[layout.rows].sum() for layout in layouts),
             valid.sum(),
@@ -331,12 +345,15 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         score = super()._get_per_token_logps_and_entropies
         gate, self._gradient_gate = self._gradient_gate, None
+        has_tricks = self.model.training and not kwargs.get("num_images")
+        if has_tricks and "padding_free" in self._tricks:
+            model = padding_free(model)
         if gate is None:
             # pi_old and the reference, over the whole rollout batch
             is_observed = self._diagnostics is not None and self._diagnostics.awaits_rollout
             if is_observed:
                 score = functools.partial(self._diagnostics.score, score)
-            if "trim" in self._tricks and self.model.training and not kwargs.get("num_images"):
+            if has_tricks and "trim" in self._tricks:
                 logps = score_by_length(
                     lambda *batch: score(*batch)[0], model, *args, kwargs["batch_size"]
                 )
@@ -425,42 +442,3 @@ class LoptiGRPOTrainer(ResumableGRPOTrainer):
 
     def _log(self, name: str, value: Tensor | float):
         self._metrics["train"][name].append(float(value))
-
-
-def rollout_seed(seed: int, rollout_batch: int, engine: int) -> int:
-    return int(np.random.SeedSequence((seed, rollout_batch, engine)).generate_state(1)[0])
-
-
-class SharedFailure:
-    """TRL's client of a vLLM server, with failures that every process learns of.
-
-    TRL calls it on the first process while the others wait for the completions, for ever if it
-    raises. This one raises nothing: once a call failed, there are no completions.
-    """
-
-    def __init__(self, client):
-        self.client = client
-        self.failure: Exception | None = None
-
-    def __getattr__(self, name):
-        return getattr(self.client, name)
-
-    def _attempt(self, method, *args, **kwargs):
-        if self.failure is not None:
-            return None
-        try:
-            return method(*args, **kwargs)
-        except Exception as error:
-            self.failure = error
-
-    def update_named_params(self, metadata, named_params):
-        self._attempt(self.client.update_named_params, metadata, named_params)
-        for _ in named_params:  # every process takes part in gathering and unmerging them
-            pass
-
-    def reset_prefix_cache(self):
-        self._attempt(self.client.reset_prefix_cache)
-
-    def generate(self, **kwargs):
-        nothing = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
-        return self._attempt(self.client.generate, **kwargs) or nothing

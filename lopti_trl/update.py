@@ -11,21 +11,39 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from trl.trainer import utils as trl_utils
+
+PACKABLE = ("flash_attention_2", "flash_attention_3", "sdpa", "eager")
+
+
+def valid_tokens(inputs: dict) -> Tensor:
+    """(B, T): 1 on tokens that TRL's loss counts: not padding, not a tool's output."""
+    mask = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
 class Layout(NamedTuple):
     """One micro-batch: which rows, cut to which lengths."""
 
     rows: list[int]  # indices into the step's rows; empty if there is nothing left to do
-    prompt_length: int
-    completion_length: int
-    num_useful: int  # tokens of these rows that the gradient needs
+    prompt_lengths: list[int]
+    completion_lengths: list[int]  # up to the last token that the gradient needs
+
+    @property
+    def num_useful(self) -> int:
+        """Tokens that the gradient needs."""
+        return sum(self.prompt_lengths) + sum(self.completion_lengths)
+
+    @property
+    def width(self) -> tuple[int, int]:
+        """Longest prompt and completion."""
+        return max(self.prompt_lengths, default=0), max(self.completion_lengths, default=0)
 
     @property
     def num_tokens(self) -> int:
         """Tokens computed, padding included."""
-        return len(self.rows) * (self.prompt_length + self.completion_length)
+        return len(self.rows) * sum(self.width)
 
 
 def partition_by_length(
@@ -99,12 +117,10 @@ def lay_out(
         groups = [rows[run].tolist() for run in runs]
     else:
         groups = [[row for row in chunk.tolist() if active[row]] for chunk in stock]
-    layouts = []
-    for group in groups:
-        prompts, completions = prompt_lengths[group], completion_lengths[group]
-        longest = (int(x.max()) if group else 0 for x in (prompts, completions))
-        layouts.append(Layout(group, *longest, int(prompts.sum() + completions.sum())))
-    return layouts
+    return [
+        Layout(group, prompt_lengths[group].tolist(), completion_lengths[group].tolist())
+        for group in groups
+    ]
 
 
 def concatenate(slices: list[dict]) -> dict:
@@ -123,10 +139,12 @@ def take(rows: dict, layout: Layout, trim: bool, height: int = 1) -> dict:
     need, and the gradient is a zero.
     """
     filler = [0] * (height - len(layout.rows))
-    index = torch.tensor([*layout.rows, *filler], device=rows["prompt_ids"].device)
+    device = rows["prompt_ids"].device
+    index = torch.tensor([*layout.rows, *filler], device=device)
+    lengths = torch.tensor([*layout.completion_lengths, *filler], device=device)
     prompt_width, width = rows["prompt_ids"].size(1), rows["completion_ids"].size(1)
     if trim or not layout.rows:
-        prompt_width, width = max(layout.prompt_length, 1), max(layout.completion_length, 1)
+        prompt_width, width = (max(longest, 1) for longest in layout.width)
     batch = {}
     for key, value in rows.items():
         if value.ndim:
@@ -135,7 +153,7 @@ def take(rows: dict, layout: Layout, trim: bool, height: int = 1) -> dict:
             value = value[:, -prompt_width:] if key.startswith("prompt_") else value[:, :width]
         batch[key] = value
     batch["position_offset"] = rows["prompt_ids"].size(1) - prompt_width
-    batch["completion_mask"][len(layout.rows) :] = 0  # of the copy that indexing made
+    batch["completion_mask"] *= torch.arange(width, device=device) < lengths[:, None]
     return batch
 
 
@@ -179,6 +197,46 @@ def at_positions(offset: int, model: Callable) -> Callable:
         return model(input_ids=input_ids, position_ids=positions.expand_as(input_ids), **inputs)
 
     return score
+
+
+def padding_free(model: Callable) -> Callable:
+    """The model, fed a batch's tokens as one sequence, in which positions restart with each row.
+
+    Flash attention reads the rows' bounds from the positions; for sdpa and eager transformers makes
+    a block-diagonal mask of them. Log-probs and entropies come back in the batch's shape.
+    """
+
+    def score(*, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **inputs):
+        inputs.pop("position_ids", None)  # of the padded batch
+        valid = attention_mask.bool()
+        positions = attention_mask.cumsum(1)[valid] - 1
+        outputs = model(
+            input_ids=input_ids[valid][None],
+            attention_mask=None,
+            position_ids=positions[None],
+            labels=labels[valid][None],  # rows start with a prompt token: none scores another row
+            **inputs,
+        )
+        for name in ("log_probs", "entropy", "log_sum_sq_probs"):
+            if (scores := outputs.get(name)) is not None:
+                scores = torch.nn.functional.pad(scores, (1, 0))  # the first token has none
+                outputs[name] = scores.new_zeros(valid.shape).masked_scatter(valid, scores)
+        return outputs
+
+    return score
+
+
+def check_padding_free(model: PreTrainedModel) -> None:
+    """Raise ValueError if rows in one sequence would see each other in this model."""
+    implementation = model.config._attn_implementation
+    layers = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
+    strange = layers - {"full_attention", "sliding_attention"}
+    if not implementation.startswith(PACKABLE) or strange:
+        raise ValueError(
+            "update_padding_free needs a model whose layers all attend, with "
+            f"attn_implementation in {', '.join(PACKABLE)}; here it is {implementation}"
+            f"{f', with layers of {strange}' if strange else ''}. Set update_padding_free to false."
+        )
 
 
 def score_by_length(

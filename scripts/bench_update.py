@@ -112,7 +112,7 @@ def make_trainer(case: str, args: argparse.Namespace, folder: str):
         gradient_accumulation_steps=args.rows // args.batch_size,
         steps_per_generation=args.rows // args.batch_size,
         max_completion_length=args.max_completion_length,
-        num_iterations=2,  # keeps stock from re-using the first forward pass as pi_old
+        num_iterations=2,  # keeps stock from reusing the first forward pass as pi_old
         loss_type="dapo",
         learning_rate=0.0,
         disable_tqdm=True,

@@ -49,19 +49,26 @@ def mean_and_spread(values: list[float]) -> str:
 
 
 def table(results: dict[str, list[dict]]) -> str:
-    """Markdown: accuracy before and after, mean and standard deviation over seeds."""
-    lines = [
-        "| method | steps | greedy before | greedy after | sampled before | sampled after |",
-        "|---|---|---|---|---|---|",
+    """Markdown: held-out accuracy by number of people, mean and standard deviation over seeds."""
+    evaluation = next(iter(results.values()))[0]["evaluation"]["after"]
+    columns = [
+        (setting, size) for setting in evaluation for size in evaluation[setting] if size.isdigit()
     ]
+    titles = ["method", "steps", *(f"{setting}, {size} people" for setting, size in columns)]
+    everyone = [run for runs in results.values() for run in runs]
+    rows = [["before", "0", *accuracies(everyone, "before", columns)]]
     for method, runs in results.items():
-        cells = [
-            mean_and_spread([r["evaluation"][moment][setting]["average"] for r in runs])
-            for setting in ("greedy", "sampled")
-            for moment in ("before", "after")
-        ]
-        lines.append(f"| {method} | {runs[0]['plan']['optimizer_steps']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        steps = runs[0]["plan"]["optimizer_steps"]
+        rows.append([method, str(steps), *accuracies(runs, "after", columns)])
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def accuracies(runs: list[dict], moment: str, columns: list[tuple[str, str]]) -> list[str]:
+    return [
+        mean_and_spread([run["evaluation"][moment][setting][size] for run in runs])
+        for setting, size in columns
+    ]
 
 
 def main() -> None:

@@ -9,123 +9,51 @@ learning then has something real to bring out. Run:
 """
 
 import argparse
-import itertools
 import random
 from ast import literal_eval
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from datasets import Dataset, concatenate_datasets
 from tokenizers import AddedToken
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from lopti_trl.evaluation import accuracy_by_size, correct_by_size
+from lopti_trl.engines import Sampling, TransformersEngine
+from lopti_trl.evaluation import accuracy, evaluate, kk_task
 from lopti_trl.tasks import kk
+from lopti_trl.tasks.kk_solutions import solution_text
 
+BATCH_SIZE = 32
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-CONNECTIVES = {"and": "and", "or": "or", "->": "implies", "<=>": "equals"}
-TRUTH = {True: "true", False: "false"}
-ROLE = {True: "knight", False: "knave"}
-# other words than the claims', so that a case is easy to look up
-SUPPOSED = {True: "honest", False: "lying"}
-
-
-def holds(statement: tuple, assignment: Sequence[bool]) -> bool:
-    kind, *parts = statement
-    if kind in ("telling-truth", "lying"):
-        return assignment[parts[0]] == (kind == "telling-truth")
-    values = [holds(part, assignment) for part in parts]
-    match kind:
-        case "not":
-            return not values[0]
-        case "and":
-            return all(values)
-        case "or":
-            return any(values)
-        case "->":
-            return not values[0] or values[1]
-        case "<=>":
-            return values[0] == values[1]
-
-
-def check(statement: tuple, names: Sequence[str], case: Sequence[bool]) -> str:
-    """ "Zoey knave true and Luke knight false": each part of a claim, and its truth in a case."""
-    kind, *parts = statement
-    if kind in CONNECTIVES:
-        return f" {CONNECTIVES[kind]} ".join(check(part, names, case) for part in parts)
-    (role, person) = parts[0] if kind == "not" else statement
-    claimed = (role == "telling-truth") != (kind == "not")
-    return f"{names[person]} {ROLE[claimed]} {TRUTH[case[person] == claimed]}"
-
-
-def completion(
-    names: Sequence[str],
-    statements: Sequence[tuple],
-    rng: random.Random,
-    haste: tuple[float, float],
-) -> str:
-    """A solution text after the opened <think>: cases are tried until one fits.
-
-    haste: the chance to stop and guess before the first case, and before each later one.
-    """
-    cases = list(itertools.product((True, False), repeat=len(names)))
-    if rng.random() < 0.5:
-        cases.reverse()
-    assume = rng.choice(("Assume", "Suppose"))
-    verb = rng.choice(("check", "examine", "verify", "analyze"))
-    text = f" Let me {verb} each {rng.choice(('claim', 'statement'))}."
-    for number, case in enumerate(cases):
-        if rng.random() < haste[number > 0]:
-            answer = rng.choice(cases[number:])
-            text = (text if number else "") + rng.choice(
-                (" So it must be clear.", " Thus it must be clear.")
-            )
-            break
-        roles = " ".join(f"{name} {SUPPOSED[r]}" for name, r in zip(names, case, strict=True))
-        text += f" {assume} {roles}."
-        fits = True
-        for name, statement, role in zip(names, statements, case, strict=True):
-            fits = holds(statement, case) == role
-            verdict = "fits" if fits else "contradiction"
-            text += f" {name} says {check(statement, names, case)} {verdict}."
-            if not fits:
-                break
-        if fits:
-            answer = case
-            text += " Therefore all fits."
-            break
-    lines = "\n".join(
-        f"({i}) {name} is a {ROLE[role]}"
-        for i, (name, role) in enumerate(zip(names, answer, strict=True), 1)
-    )
-    return f"{text}</think>\n<answer>{lines}</answer>"
 
 
 def puzzles(num_three_people: int) -> tuple[Dataset, Dataset]:
-    """Train-split puzzles: all 2-person ones in several wordings, and 3-person ones."""
-    two = [kk.generate_puzzles(2, 75, seed) for seed in range(num_three_people // 300)]
+    """Train-split puzzles: all 2-person ones in many wordings, and as many 3-person ones."""
+    two = [kk.generate_puzzles(2, 75, seed) for seed in range(num_three_people // 75)]
     return concatenate_datasets(two), kk.generate_puzzles(3, num_three_people, seed=0)
 
 
 def texts(
-    rows: Dataset, tokenizer: Qwen2Tokenizer, num_texts: int, haste: tuple[float, float], seed: int
+    pools: list[Dataset],
+    tokenizer: Qwen2Tokenizer,
+    num_batches: int,
+    seed: int,
+    **style,
 ) -> Iterator[dict[str, str]]:
+    """Batches of texts, from each pool of puzzles in turn."""
     rng = random.Random(seed)
-    order = list(range(len(rows)))
-    for i in range(num_texts):
-        if i % len(order) == 0:
-            rng.shuffle(order)
-        row = rows[order[i % len(order)]]
-        statements = literal_eval(row["statements"])
-        yield {
-            "prompt": kk.build_prompt(row["quiz"], tokenizer),
-            "completion": completion(row["names"], statements, rng, haste),
-        }
+    for i in range(num_batches):
+        for row in rng.choices(pools[i % len(pools)], k=BATCH_SIZE):
+            statements = literal_eval(row["statements"])
+            yield {
+                "prompt": kk.build_prompt(row["quiz"], tokenizer),
+                "completion": solution_text(row["names"], statements, rng, **style),
+            }
 
 
 def make_tokenizer(rows: Dataset, vocab_size: int) -> Qwen2Tokenizer:
@@ -135,7 +63,7 @@ def make_tokenizer(rows: Dataset, vocab_size: int) -> Qwen2Tokenizer:
     """
     rng = random.Random(0)
     corpus = [f"system user assistant {row['quiz']}" for row in rows] + [
-        completion(row["names"], literal_eval(row["statements"]), rng, haste)
+        solution_text(row["names"], literal_eval(row["statements"]), rng, haste)
         for row in rows
         for haste in ((0.0, 0.0), (1.0, 1.0))
     ]
@@ -183,8 +111,9 @@ def warm_start(model, tokenizer, dataset: Dataset, learning_rate: float, args) -
         warmup_steps=50,
         weight_decay=0.01,
         adam_beta2=0.99,
-        per_device_train_batch_size=32,
+        per_device_train_batch_size=BATCH_SIZE,
         num_train_epochs=1,
+        train_sampling_strategy="sequential",  # batches of one puzzle size: little padding
         max_length=512,
         activation_checkpointing=False,
         dataset_num_proc=1,
@@ -196,15 +125,15 @@ def warm_start(model, tokenizer, dataset: Dataset, learning_rate: float, args) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", default="lopti_trl/assets/kk-tiny")
-    parser.add_argument("--two_people_steps", type=int, default=500)
-    parser.add_argument("--careful_steps", type=int, default=2000)
+    parser.add_argument("--two_people_steps", type=int, default=700)
+    parser.add_argument("--careful_steps", type=int, default=1200)
     parser.add_argument("--mixed_steps", type=int, default=250)
-    parser.add_argument("--learning_rate", type=float, default=4e-3)
+    parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--haste", type=float, nargs=2, default=(0.6, 0.15))
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--vocab_size", type=int, default=760)
-    parser.add_argument("--num_puzzles", type=int, default=10_000)
+    parser.add_argument("--num_puzzles", type=int, default=6000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
@@ -220,18 +149,22 @@ def main() -> None:
             for size, count in ((2, 20), (3, 200))
         ]
     )
-    careful = (0.1, 0.02)  # some haste from the start: answers must come from the puzzle, too
-    for name, part, steps, haste, learning_rate in (
+    # some haste from the start: answers must come from the puzzle, too
+    careful = {"haste": (0.1, 0.02)}
+    # one word, so that greedy decoding is hasty as well
+    hasty = {"haste": tuple(args.haste), "conclusions": ["So"]}
+    for name, pools, steps, style, learning_rate in (
         # 2 people first: checking a claim is learnt several times faster on short texts
-        ("2 people", two, args.two_people_steps, careful, args.learning_rate),
-        ("2 and 3 people", rows, args.careful_steps, careful, args.learning_rate),
-        ("hasty", rows, args.mixed_steps, tuple(args.haste), args.learning_rate / 4),
+        ("2 people", [two], args.two_people_steps, careful, args.learning_rate),
+        ("2 and 3 people", [two, three], args.careful_steps, careful, args.learning_rate),
+        ("hasty", [two, three], args.mixed_steps, hasty, args.learning_rate / 4),
     ):
-        generated = texts(part, tokenizer, 32 * steps, haste, args.seed)
+        generated = texts(pools, tokenizer, steps, args.seed, **style)
         warm_start(model, tokenizer, Dataset.from_list(list(generated)), learning_rate, args)
-        for temperature in (0.0, 1.0):
-            correct = correct_by_size(model, tokenizer, held_out, 320, temperature)
-            print(f"{name}, temperature {temperature}: {accuracy_by_size(correct)}")
+        engine = TransformersEngine(model, tokenizer)
+        metrics = ["greedy", "sampled"]
+        result = evaluate(engine, tokenizer, [kk_task(held_out)], metrics, Sampling(320, 1.0))
+        print(f"{name}: {accuracy(result['scores'])}")
         model.save_pretrained(args.output)
         tokenizer.save_pretrained(args.output)
 

@@ -69,6 +69,8 @@ def make_trainer(model_dir, tokenizer, tmp_path):
         callbacks=(),
         peft_config=None,
         tricks=False,
+        reward_funcs=letters_reward,
+        train_dataset=None,
         **args,
     ):
         defaults = {
@@ -97,9 +99,9 @@ def make_trainer(model_dir, tokenizer, tmp_path):
             defaults |= {f"update_{name}": tricks for name in TRICKS}
         return trainer_class(
             model=model,
-            reward_funcs=letters_reward,
+            reward_funcs=reward_funcs,
             args=config_class(**{**defaults, **args}),
-            train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
+            train_dataset=train_dataset or Dataset.from_dict({"prompt": PROMPTS * 4}),
             processing_class=tokenizer,
             callbacks=list(callbacks),
             peft_config=peft_config,

@@ -9,8 +9,9 @@ from peft import LoraConfig
 from test_off_is_grpo import assert_same_training, metrics
 
 from lopti_trl import LoptiGRPOConfig, LoptiGRPOTrainer
-from lopti_trl.diagnostics import band_sums, logit_grad_norm, valid_tokens, watched_rows
+from lopti_trl.diagnostics import band_sums, logit_grad_norm, watched_rows
 from lopti_trl.phases import prob_band_mask
+from lopti_trl.update import valid_tokens
 
 EDGES = [0.0, 0.25, 0.5, 0.75, 1.0]
 BANDS = ["0-0.25", "0.25-0.5", "0.5-0.75", "0.75-1"]

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parent
 PROFILES = TESTS.parent / "configs" / "accelerate"
+TWO_HOSTS = TESTS.parent / "scripts" / "two_hosts.sh"
+NAMESPACES = ["unshare", "--user", "--map-root-user", "--net", "--mount", "ip", "netns"]
 TIMEOUT = 240  # seconds a back end may take for all its cases; more is a hang
 TOLERANCE = 1e-5
 WALL_CLOCK = {
@@ -55,6 +57,10 @@ LAUNCH = {
     "zero1": ["zero2.yaml", "--zero_stage", "1"],
     "zero2": ["zero2.yaml"],
     "zero3": ["zero3.yaml"],
+    "hosts": [
+        *("ddp.yaml", "--num_machines", "2", "--machine_rank", "MACHINE_RANK"),
+        *("--main_process_ip", "FIRST_NODE", "--main_process_port", "29500"),
+    ],
 }
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
@@ -97,15 +103,15 @@ def folder(model_dir, tokenizer, tmp_path_factory) -> Path:
     return folder
 
 
-def launch(backend: str, folder: Path) -> int | str:
-    """Run every case on a back end; the exit status, or what happened instead of an exit."""
-    command = [sys.executable]
+def launch(backend: str, folder: Path, part: str) -> int | str:
+    """Run a part on a back end; the exit status, or what happened instead of an exit."""
+    command = [TWO_HOSTS, sys.executable] if backend == "hosts" else [sys.executable]
     if backend != "single":
         profile, *options = LAUNCH[backend]
         command += ["-m", "accelerate.commands.launch", "--config_file", PROFILES / profile]
         command += ["--num_processes", "2", "--mixed_precision", "no"]
         command += ["--main_process_port", "0", *options]
-    command += [TESTS / "distributed_worker.py", backend, folder]
+    command += [TESTS / "distributed_worker.py", backend, folder, part]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -113,7 +119,7 @@ def launch(backend: str, folder: Path) -> int | str:
         "DS_ACCELERATOR": "cpu",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    with (folder / f"{backend}.txt").open("w") as file:
+    with (folder / f"{backend}-{part}.txt").open("w") as file:
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
         try:
             return process.wait(TIMEOUT)
@@ -128,13 +134,13 @@ def runs(folder):
     """`runs(backend)[rank][case]`: what the ranks wrote; a back end is started on first use."""
     launch_once = functools.cache(launch)  # a hang is waited for once, not once a test
 
-    def results(backend: str) -> list[dict]:
-        status = launch_once(backend, folder)
+    def results(backend: str, part: str = "cases") -> list[dict]:
+        status = launch_once(backend, folder, part)
         if status != 0:
-            output = (folder / f"{backend}.txt").read_text()
+            output = (folder / f"{backend}-{part}.txt").read_text()
             pytest.fail(f"{backend}: {status}\n{output[-6000:]}", pytrace=False)
         ranks = range(1 if backend == "single" else 2)
-        return [load_results(folder / f"{backend}-rank{rank}.pt") for rank in ranks]
+        return [load_results(folder / f"{backend}-{part}-rank{rank}.pt") for rank in ranks]
 
     return results
 
@@ -210,6 +216,36 @@ def test_the_ranks_agree_after_generating_by_themselves(runs, backend):
     assert {name for row in metrics(first[case]) for name in row} >= OUR_METRICS
 
 
+# Resuming, and hosts that share nothing but a cable
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", pytest.param("zero2", marks=needs_deepspeed)])
+def test_resuming_at_any_step_ends_with_the_same_bits(runs, backend):
+    """By other processes than those that saved; the ranks generate by themselves."""
+    for whole, resumed in zip(runs(backend, "save"), runs(backend, "resume"), strict=True):
+        *steps, last = whole
+        assert list(resumed) == steps == [1, 2, 3, 4, 5, 6, 7]
+        for earlier, later in itertools.pairwise(whole.values()):
+            assert max_difference(earlier, later) > 1e-4
+        for step in steps:
+            assert max_difference(resumed[step], whole[last]) == 0
+
+
+@pytest.mark.skipif(
+    not shutil.which("ip") or subprocess.run(NAMESPACES, capture_output=True).returncode != 0,
+    reason="network namespaces are not allowed here",
+)
+def test_two_hosts_train_as_one_process_does(runs):
+    case = "accumulation 2"
+    [single], ranks = runs("single", "one case"), runs("hosts", "one case")
+    for rank in ranks:
+        assert rank[case]["facts"]["num_processes"] == 2
+        assert rank[case]["facts"]["engine"].startswith("DistributedDataParallel")
+        assert max_difference(rank[case]["after"], single[case]["after"]) <= TOLERANCE
+    networks = [result[case]["facts"]["network"] for result in (single, *ranks)]
+    assert len(set(networks)) == 3
+
+
 # What those comparisons rest on
 
 
@@ -272,3 +308,28 @@ def test_accumulation_changes_nothing_and_every_method_something(runs):
     distinct = [case for case in SCRIPTED_CASES if not any(name in case for name in same)]
     for one, other in itertools.combinations(distinct, 2):
         assert max_difference(single[one], single[other]) > 100 * TOLERANCE
+
+
+# Dynamic importance weighting
+
+
+@pytest.mark.parametrize("backend", ["single", *BACKENDS])
+def test_the_warm_up_moves_the_last_block_alone_on_every_back_end(runs, backend):
+    chosen = ("model.layers.1.", "model.norm.", "lm_head.")
+    for rank in runs(backend):
+        result = rank["DIW, warm-up going on"]
+        before, after = result["before"], result["after"]
+        moved = {name for name in after if not torch.equal(after[name], before[name])}
+        assert moved == {name for name in after if name.startswith(chosen)}
+        moved = rank["DIW, warm-up over"]["after"]
+        assert all(not torch.equal(moved[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_rank_learns_the_same_temperature(runs, backend):
+    first, second = (
+        [row["diw/tau"] for row in metrics(rank["DIW"]) if "diw/tau" in row]
+        for rank in runs(backend)
+    )
+    assert first == second
+    assert len(set(first)) > len(first) // 2

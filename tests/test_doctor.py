@@ -287,6 +287,10 @@ def diagnose(models, tmp_path):
         name = yaml.safe_load(config.read_text())["model_name_or_path"]
         model = ["--model_name_or_path", models.get(name, name)]
         few = ["--num_people", "3", "--train_puzzles", "140", "--test_puzzles", "4"]
+        if recipe.startswith("math"):  # theirs is on the hub
+            problems = tmp_path / "problems.jsonl"
+            problems.write_text('{"problem": "What is 1 + 1?", "answer": "2"}\n' * 140)
+            few += ["--dataset", str(problems)]
         few += ["--output_dir", str(tmp_path)]
         checks, _ = examine(["--config", str(config), *model, *few, *options], machine)
         return {check.name: check for check in sorted(checks, key=lambda c: c.status == FAIL)}
@@ -299,26 +303,29 @@ def failures(checks: dict) -> set[str]:
 
 
 # 7B fits only where everything is sharded, 3B not where nothing is
+LARGE = ("kk_qwen7b", "math_dsr_qwen7b", "math_orz_qwen7b")
 TOO_LARGE = {
-    ("kk_qwen7b", "single_gpu"): {"memory"},
-    ("kk_qwen7b", "ddp"): {"memory"},
-    ("kk_qwen7b", "zero2"): {"memory"},
+    **{(name, place): {"memory"} for name in LARGE for place in ("single_gpu", "ddp", "zero2")},
     ("kk_qwen3b", "single_gpu"): {"memory"},
     ("kk_qwen3b", "ddp"): {"memory"},
     ("kk_tiny_cpu", "fsdp2"): {"launch"},
     ("kk_tiny_cpu", "zero2"): {"launch"},
     ("kk_tiny_cpu", "zero3"): {"launch"},
 }
-MEMORY_GB = {"kk_qwen1.5b_lora": "24", "kk_qwen3b": "80", "kk_qwen7b": "80", "kk_tiny_cpu": "80"}
+TOO_LARGE |= {
+    (recipe.replace("qwen3b", "qwen3b_diw").replace("tiny_cpu", "tiny_diw"), profile): names
+    for (recipe, profile), names in TOO_LARGE.items()
+}
+MEMORY_GB = {"kk_qwen1.5b_lora": "24"}
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-@pytest.mark.parametrize("recipe", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in CONFIGS.glob("kk_*.yaml")))
 def test_every_recipe_dry_runs_under_every_profile(diagnose, recipe, profile):
-    checks = diagnose(f"{recipe} {profile} --gpu_memory_gb {MEMORY_GB[recipe]}")
+    checks = diagnose(f"{recipe} {profile} --gpu_memory_gb {MEMORY_GB.get(recipe, '80')}")
     assert failures(checks) == TOO_LARGE.get((recipe, profile), set())
     assert all(checks[name].fix for name in failures(checks))
-    assert checks["machine"].status == (OK if recipe == "kk_tiny_cpu" else WARN)
+    assert checks["machine"].status == (OK if recipe.startswith("kk_tiny") else WARN)
     assert {"data", "phases", "length", "model", "memory", "disk"} <= checks.keys()
 
 
@@ -710,7 +717,7 @@ def test_slurm_serves_vllm_on_the_last_node_and_stops_it(submit):
     server, check, train = calls
     assert "--nodelist=node2" in server
     assert "vllm serve Qwen/Qwen2.5-7B-Instruct-1M" in server
-    assert "--max-model-len 4608" in server
+    assert server.endswith("--max-model-len 4608 --seed 42")
     assert "--num_processes 4 --num_machines 1" in check
     assert "--nodelist=node1 " in train
     assert train.endswith("--vllm_mode server --vllm_server_base_url http://node2:8000")
@@ -722,6 +729,12 @@ def test_slurm_does_not_train_if_doctor_or_the_server_fails(submit):
     done, calls = submit("--config", "kk_qwen7b.yaml", "--vllm", srun="exit 1", curl="exit 1")
     assert (done.returncode, calls) == (1, [])
     assert "vLLM stopped: see slurm-vllm-12345.log" in done.stderr
+
+
+def test_slurm_lets_the_trainer_save_itself_when_the_server_dies(submit):
+    srun = 'case "$*" in *"vllm serve"*) exit 1 ;; esac; /bin/sleep 1; exit 9'
+    done, _ = submit("--config", "kk_qwen7b.yaml", "--vllm", srun=srun)
+    assert done.returncode == 9
 
 
 def test_slurm_passes_on_a_failed_training_and_requeues_in_time(submit, tmp_path):

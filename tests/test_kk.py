@@ -640,10 +640,10 @@ def test_lenient_never_pays_a_double_claim(claims, joint, noise):
 )
 def test_hostile_completions_are_scored_in_linear_time(unit, mode):
     body = unit * (100_000 // len(unit))
-    start = time.perf_counter()
+    start = time.process_time()
     for completion in (body, f"</think><answer>{body}</answer>", f"</think><answer>Zoey{body}"):
         judge(completion, **ZOEY, mode=mode)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 # Data sets

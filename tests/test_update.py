@@ -11,7 +11,7 @@ from trl import GRPOTrainer
 
 from lopti_trl import LoptiGRPOTrainer
 from lopti_trl.config import TRICKS
-from lopti_trl.update import concatenate, lay_out, partition_by_length
+from lopti_trl.update import Layout, concatenate, lay_out, partition_by_length
 
 LOSS_TYPES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "vespo", "luspo"]
 
@@ -72,12 +72,14 @@ def test_layout_skips_cuts_and_balances_by_hand():
         layouts = lay_out(prompt_mask, completion_mask, trainable, idle, 2, **defaults | options)
         return [tuple(layout) for layout in layouts]
 
-    # rows, prompt length, completion length, useful tokens
-    assert plan() == [([0, 1], 3, 4, 2 + 4 + 3 + 2), ([2, 3], 2, 3, 1 + 3 + 2 + 1)]
-    assert plan(skip=True) == [([0], 2, 4, 6), ([2], 1, 3, 4)]  # 1 has no token, 3 is idle
-    assert plan(skip=True, cut=True) == [([0], 2, 2, 4), ([2], 1, 1, 2)]
-    assert plan(balance=True) == [([0, 1], 3, 4, 11), ([2, 3], 2, 3, 7)]  # 14 + 10 tokens
-    assert plan(balance=True, skip=True, cut=True) == [([0], 2, 2, 4), ([2], 1, 1, 2)]
+    # rows, prompt lengths, completion lengths
+    assert plan() == [([0, 1], [2, 3], [4, 2]), ([2, 3], [1, 2], [3, 1])]
+    assert plan(skip=True) == [([0], [2], [4]), ([2], [1], [3])]  # 1 has no token, 3 is idle
+    assert plan(skip=True, cut=True) == [([0], [2], [2]), ([2], [1], [1])]
+    assert plan(balance=True) == plan()  # 14 + 10 tokens
+    assert plan(balance=True, skip=True, cut=True) == [([0], [2], [2]), ([2], [1], [1])]
+    layout = Layout([0, 1], [2, 3], [4, 2])
+    assert (layout.width, layout.num_tokens, layout.num_useful) == ((3, 4), 14, 11)
     everything_idle = lay_out(
         prompt_mask,
         completion_mask,
@@ -187,6 +189,49 @@ def test_tricks_keep_the_gradient_under_lora_and_checkpointing(make_trainer):
     }
     stock = gradients(make_trainer, **fields)
     assert_same_gradients(gradients(make_trainer, tricks=None, **fields), stock)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"loss_type": "dapo", "beta": 0.04, "tricks": False},
+        {"loss_type": "bnpo"},
+        {"loss_type": "dapo", "lopti_eta": ETA, "ar_alpha": 0.3, "attn_implementation": "eager"},
+        {"loss_type": "dapo", "lopti_eta": ETA, "importance_sampling_level": "sequence"},
+    ],
+    ids=str,
+)
+def test_rows_in_one_sequence_keep_the_gradient(make_trainer, fields):
+    fields = {"tricks": None, "attn_implementation": "sdpa", **fields}
+    fields["model_init_kwargs"] = {"attn_implementation": fields.pop("attn_implementation")}
+    stock = gradients(make_trainer, **{**fields, "tricks": False})
+    assert_same_gradients(gradients(make_trainer, update_padding_free=True, **fields), stock)
+
+
+def test_rows_in_one_sequence_compute_no_padding(make_trainer):
+    trainer = make_trainer(
+        tricks=None, update_padding_free=True, lopti_eta=ETA, max_completion_length=24, max_steps=4
+    )
+    shapes = []
+    trainer.model.register_forward_pre_hook(
+        lambda module, args, kwargs: (
+            shapes.append(kwargs["input_ids"].shape)
+            if kwargs.get("fused_lm_head") and torch.is_grad_enabled()
+            else None
+        ),
+        with_kwargs=True,
+    )
+    trainer.train()
+    assert len(shapes) == 4
+    assert all(rows == 1 for rows, _ in shapes)
+    padding = [row["update/padding_fraction"] for row in trainer.state.log_history[:-1]]
+    assert padding == [0] * 4
+
+
+def test_padding_free_is_refused_where_rows_would_see_each_other(make_trainer):
+    flex = {"attn_implementation": "flex_attention"}
+    with pytest.raises(ValueError, match="here it is flex_attention"):
+        make_trainer(update_padding_free=True, model_init_kwargs=flex)
 
 
 def test_old_and_reference_log_probs_are_those_of_a_padded_pass(make_trainer):

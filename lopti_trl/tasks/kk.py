@@ -9,6 +9,7 @@ True for a knight.
 import functools
 import hashlib
 import itertools
+import math
 import operator
 import random
 import re
@@ -344,6 +345,10 @@ def generate_puzzles(
     return Dataset.from_list(rows)
 
 
+# two people have so few different puzzles; other sizes have thousands
+_MOST = {(2, "train"): 75, (2, "test"): 20}
+
+
 # Prompt
 
 
@@ -492,16 +497,15 @@ def _read_lenient(answer: str, names: Sequence[str]) -> list[bool] | None:
     return [roles[person] for person in range(len(names))] if len(roles) == len(names) else None
 
 
-def judge(
+def read_completion(
     completion: str,
     names: Sequence[str],
-    solution: Sequence[bool],
     mode: Literal["strict", "lenient"] = "strict",
     prefilled: bool = True,  # the prompt ended with <think>
-) -> Verdict:
-    """Judge one completion. `strict` is the official rule, `lenient` never scores below it.
+) -> tuple[bool, list[bool] | None]:
+    """Whether the tags are in order, and each person's role, if all can be read.
 
-    An answer that the official rule can read is judged by it in both modes.
+    An answer that the official rule can read is read by it in both modes.
     """
     if mode not in ("strict", "lenient"):
         raise ValueError(f"mode={mode!r} is unknown. Set it to 'strict' or 'lenient'.")
@@ -510,7 +514,19 @@ def judge(
     if mode == "lenient" and roles is None:
         answer = _lenient_answer(completion) if answer is None else answer
         roles = None if answer is None else _read_lenient(answer, names)
-    return Verdict(answer is not None, roles is not None, roles == list(solution))
+    return answer is not None, roles
+
+
+def judge(
+    completion: str,
+    names: Sequence[str],
+    solution: Sequence[bool],
+    mode: Literal["strict", "lenient"] = "strict",
+    prefilled: bool = True,  # the prompt ended with <think>
+) -> Verdict:
+    """Judge one completion. `strict` is the official rule, `lenient` never scores below it."""
+    format_ok, roles = read_completion(completion, names, mode, prefilled)
+    return Verdict(format_ok, roles is not None, roles == list(solution))
 
 
 def _text(completion: str | list[Message]) -> str:
@@ -522,7 +538,7 @@ def _text(completion: str | list[Message]) -> str:
     return "".join(block.get("text") or "" for block in content if block.get("type") == "text")
 
 
-def _is_prefilled(prompt: str | list[Message] | None, completion: str) -> bool:
+def is_prefilled(prompt: str | list[Message] | None, completion: str) -> bool:
     if isinstance(prompt, str):
         return prompt.rstrip().endswith("<think>")
     # the template of a conversational prompt is unknown here: whoever wrote <think>, it was once
@@ -545,7 +561,7 @@ def kk_reward(
     """
     texts = [_text(completion) for completion in completions]
     verdicts = [
-        judge(text, *puzzle, mode, _is_prefilled(prompt, text))
+        judge(text, *puzzle, mode, is_prefilled(prompt, text))
         for text, prompt, *puzzle in zip(
             texts, prompts or [None] * len(texts), names, solution, strict=True
         )
@@ -615,7 +631,7 @@ def load_puzzles(
     source: str,  # "generated", a .parquet, .jsonl or .json file, or a data set on the hub
     split: str,  # of generated puzzles or of the hub's data set; a file is a split of its own
     num_people: Sequence[int] | None = None,  # sizes to keep; None keeps all
-    num_puzzles: int | None = None,  # per size; None keeps all
+    num_puzzles: int | None = None,  # per size, or as many as there are; None keeps all
     seed: int = 0,
     tokenizer=None,  # renders the prompts to text; None leaves them conversational
 ) -> "Dataset":
@@ -628,7 +644,8 @@ def load_puzzles(
     if source != "generated":
         dataset = _load_source(source, split)
     elif num_people and num_puzzles:
-        parts = [generate_puzzles(size, num_puzzles, seed, split) for size in num_people]
+        counts = {size: min(num_puzzles, _MOST.get((size, split), math.inf)) for size in num_people}
+        parts = [generate_puzzles(size, count, seed, split) for size, count in counts.items()]
         dataset = concatenate_datasets(parts)
     else:
         raise ValueError(

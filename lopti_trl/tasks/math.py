@@ -6,6 +6,7 @@ What "the same answer" means is defined in math_judge.py.
 
 import atexit
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -244,6 +245,30 @@ def boxed_answers(text: str) -> list[str]:
     return parts if len(parts) < 2 else [parts[0], ", ".join(reversed(parts))]
 
 
+def final_answer(text: str) -> str | None:
+    """The last boxed answer, spelled as `judge_all` compares it; None if there is none to read."""
+    answers = [tidy(answer) for answer in boxed_answers(text)[:1] if len(answer) <= MAX_LENGTH]
+    return next(filter(None, answers), None)
+
+
+def merge_answers(problems: Sequence[Sequence[str | None]]) -> list[list[str | None]]:
+    """Each problem's answers, with the first one in place of any that means the same."""
+    pairs = [
+        (index, first, second)
+        for index, answers in enumerate(problems)
+        for first, second in itertools.combinations(list(dict.fromkeys(filter(None, answers))), 2)
+    ]
+    merged = [{} for _ in problems]
+    verdicts = judge_all([([first], [second]) for _, first, second in pairs])
+    for (index, first, second), verdict in zip(pairs, verdicts, strict=True):
+        if verdict is True:
+            merged[index].setdefault(second, merged[index].get(first, first))
+    return [
+        [same.get(answer, answer) for answer in answers]
+        for answers, same in zip(problems, merged, strict=True)
+    ]
+
+
 def math_reward(
     completions: Sequence[str | list[Message]],
     answer: Sequence[str | float | list[str] | None],
@@ -389,9 +414,14 @@ _inherited = []  # servers of the processes that forked this one: not ours to us
 _cache: dict[str, Verdict] = {}
 
 
-def _start_server() -> subprocess.Popen:
+def require_judge() -> None:
+    """Raise ImportError if what judges answers is not installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("math_reward needs math-verify. Run: pip install 'lopti-trl[math]'.")
+
+
+def _start_server() -> subprocess.Popen:
+    require_judge()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     count = max(1, min(4, (os.cpu_count() or 1) // ranks))
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]

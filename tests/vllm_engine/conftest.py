@@ -13,7 +13,13 @@ from lopti_trl.train import model_path
 from lopti_trl.update import concatenate
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
-NEED_VLLM = ["test_rollout.py", "test_seed.py", "test_server.py"]
+NEED_VLLM = [
+    "test_dynamic_sampling.py",
+    "test_evaluation.py",
+    "test_rollout.py",
+    "test_seed.py",
+    "test_server.py",
+]
 collect_ignore = ["test_missing.py"] if HAS_VLLM else NEED_VLLM
 
 MODEL = model_path("kk-tiny")

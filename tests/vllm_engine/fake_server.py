@@ -10,6 +10,13 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 LENGTH = 6  # tokens of a completion
+SERVED = {
+    "vllm_mode": "server",
+    "vllm_server_timeout": 0.0,
+    "vllm_importance_sampling_correction": False,  # it would drop tokens that no model drew
+    "lopti_eta": None,
+    "lopti_quantile": 0.5,  # so that both phases have tokens, unlikely as these all are
+}
 
 GET = {
     "/health": {},

@@ -7,7 +7,7 @@ import torch
 from trl import GRPOTrainer
 from vllm import SamplingParams
 
-from lopti_trl.trainer import rollout_seed
+from lopti_trl.vllm import rollout_seed
 
 STEPS = 8  # two rollout batches of two micro-batches in two phases
 SAME_PROMPTS = {"shuffle_dataset": False}

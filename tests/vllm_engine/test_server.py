@@ -13,9 +13,9 @@ import torch
 
 from lopti_trl import LoptiGRPOConfig, LoptiGRPOTrainer
 from lopti_trl.checkpoint import find_last_checkpoint, what_is_broken
-from lopti_trl.config import check_engine
+from lopti_trl.vllm import require_vllm
 from vllm_engine.conftest import DEFAULTS, build
-from vllm_engine.fake_server import FakeServer, skip_nccl
+from vllm_engine.fake_server import SERVED, FakeServer, skip_nccl
 
 STEPS = 12  # three rollout batches of two micro-batches in two phases
 
@@ -33,10 +33,8 @@ def make_trainer(tmp_path, monkeypatch):
     skip_nccl(monkeypatch.setattr)
 
     def make(url, **args):
-        server = {"vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 0.0}
-        trainer = build(LoptiGRPOTrainer, **{"output_dir": tmp_path / "out", **server, **args})
-        trainer.train_dataset = trainer.train_dataset.select(range(4))  # an epoch ends at step 8
-        return trainer
+        fields = {"output_dir": tmp_path / "out", **SERVED, "vllm_server_base_url": url}
+        return build(LoptiGRPOTrainer, **{**fields, **args})
 
     return make
 
@@ -72,7 +70,7 @@ def test_a_server_that_is_still_starting_is_waited_for(free_port):
     args = server_args(vllm_server_base_url=f"http://127.0.0.1:{free_port}", vllm_server_timeout=60)
     start = time.monotonic()
     later.start()
-    check_engine(args)
+    require_vllm(args)
     assert 1.4 < time.monotonic() - start < 10
     servers[0].__exit__()
 
@@ -95,6 +93,14 @@ def test_a_server_that_falters_is_asked_again(make_trainer):
         assert server.posts[:4] == ["/start_weight_update"] * 4
 
 
+def test_a_server_that_stays_busy_is_given_up(make_trainer):
+    with FakeServer(busy=1000) as server:
+        trainer = make_trainer(server.url, max_steps=STEPS)
+        with pytest.raises(ConnectionError, match="step 0"):
+            trainer.train()
+        assert server.posts == ["/start_weight_update"] * 4  # TRL retries three times
+
+
 def parameters(trainer) -> list[torch.Tensor]:
     return [p.detach().clone() for p in trainer.model.parameters()]
 
@@ -113,6 +119,7 @@ def test_a_run_whose_server_dies_saves_itself_and_resumes_to_the_same_bits(
 ):
     with FakeServer() as server:
         whole = make_trainer(server.url, max_steps=STEPS, output_dir=tmp_path / "whole")
+        before = parameters(whole)
         whole.train()
     with FakeServer(dies_in=call, dies_at=step // 4 + 1) as server:
         dying = make_trainer(server.url, max_steps=STEPS)
@@ -127,8 +134,11 @@ def test_a_run_whose_server_dies_saves_itself_and_resumes_to_the_same_bits(
     with FakeServer() as server:
         resumed = make_trainer(server.url, max_steps=STEPS)
         resumed.train(resume_from_checkpoint=checkpoint)
-    for ours, theirs in zip(parameters(resumed), parameters(whole), strict=True):
+    for ours, theirs, start in zip(parameters(resumed), parameters(whole), before, strict=True):
         assert torch.equal(ours, theirs)
+        assert (ours - start).abs().max() > 1e-3
+    phases = {name for row in resumed.state.log_history for name in row if "grad_norm" in name}
+    assert {"lopti/low/grad_norm", "lopti/high/grad_norm"} <= phases
 
 
 def test_a_server_that_dies_at_once_leaves_no_checkpoint(make_trainer, tmp_path):

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from vllm_engine.conftest import RecordingTrainer, build, make_exact
-from vllm_engine.fake_server import skip_nccl
+from vllm_engine.fake_server import SERVED, skip_nccl
 
 FIELDS = {"max_steps": 12, "per_device_train_batch_size": 2}
 
@@ -38,8 +38,8 @@ def server(folder: Path, url: str) -> str:
     trainer = build(
         RecordingTrainer,
         folder / "out",
-        vllm_mode="server",
         vllm_server_base_url=url,
+        **SERVED,
         **FIELDS,
     )
     try:

@@ -1,0 +1,109 @@
+"""`sft`: supervised fine-tuning by TRL, on the puzzles and with the evaluation of `train`."""
+
+import functools
+import importlib.metadata
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from datasets import Dataset
+from rich.console import Console
+from transformers import AutoTokenizer
+from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
+from trl.distributed import DistributedBackend
+
+from lopti_trl.evaluation import accuracy, evaluate_trainer
+from lopti_trl.tasks.kk_solutions import solve_quiz
+from lopti_trl.train import (
+    VERSIONED,
+    MetricsCallback,
+    TaskArguments,
+    evaluation_table,
+    load_datasets,
+    load_held_out,
+    load_tokenizer,
+    resume_folder,
+)
+
+
+@dataclass
+class SFTArguments(SFTConfig):
+    """`trl.SFTConfig` with what evaluation by generation needs."""
+
+    max_completion_length: int = field(
+        default=1024, metadata={"help": "Most tokens of an evaluated completion."}
+    )
+    ds3_gather_for_generation: bool = field(
+        default=True, metadata={"help": "Gather a ZeRO-3 model's weights to generate, as in GRPO."}
+    )
+
+
+class EvaluableSFTTrainer(SFTTrainer):
+    """`trl.SFTTrainer` that `evaluate_trainer` can generate with."""
+
+    @functools.cached_property
+    def _dist(self) -> DistributedBackend:
+        return DistributedBackend(self.accelerator)
+
+
+def solution_texts(puzzles: Dataset, seed: int) -> Dataset:
+    """Columns prompt and completion: the rendered puzzle and a worked solution.
+
+    Raises ValueError for puzzles without their text, which the solution is made from.
+    """
+    if "quiz" not in puzzles.column_names:
+        raise ValueError(
+            f"The data set has the columns {', '.join(puzzles.column_names)}, but solutions are "
+            "made from a quiz column, the puzzle's text. Add it, or use dataset: generated."
+        )
+    return Dataset.from_list(
+        [{"prompt": row["prompt"], "completion": solve_quiz(row["quiz"], seed)} for row in puzzles]
+    )
+
+
+def main(task: TaskArguments, args: SFTArguments, model: ModelConfig) -> dict:
+    """Fine-tune, evaluate before and after; metrics.json has the form that `train` writes."""
+    console = Console(quiet=args.process_index != 0)
+    tokenizer: AutoTokenizer = load_tokenizer(model, args.trust_remote_code)
+    train_set, test_set = load_datasets(task, tokenizer)
+    args.model_init_kwargs = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+    output = Path(args.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    trainer = EvaluableSFTTrainer(
+        model=model.model_name_or_path,
+        args=args,
+        train_dataset=solution_texts(train_set, args.seed),
+        processing_class=tokenizer,
+        callbacks=[MetricsCallback(output / "metrics.jsonl")],
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
+    )
+    tasks = load_held_out(task, test_set, tokenizer)
+    how = {"tasks": tasks, "metrics": task.eval_metrics, "temperature": task.eval_temperature}
+
+    def evaluate(moment: str) -> dict[str, dict[str, float]]:
+        folder = output / "evaluation" / moment
+        return accuracy(evaluate_trainer(trainer, folder=folder, label=moment, **how))
+
+    evaluation = {"before": evaluate("before")} if tasks else {}
+    trainer.train(resume_from_checkpoint=resume_folder(args))
+    trainer.save_model(args.output_dir)
+    if tasks:
+        evaluation["after"] = evaluate("after")
+        console.print(evaluation_table(evaluation))
+    results = {
+        "plan": {"method": "SFT", "optimizer_steps": trainer.state.max_steps},
+        "evaluation": evaluation,
+        "versions": {name: importlib.metadata.version(name) for name in VERSIONED},
+        "log": trainer.state.log_history,
+    }
+    if trainer.is_world_process_zero():
+        (output / "metrics.json").write_text(json.dumps(results, indent=2))
+    console.print(f"Model and metrics.json are in {output}.")
+    trainer.accelerator.end_training()
+    return results
