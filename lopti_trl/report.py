@@ -58,8 +58,11 @@ class Run:
         number = re.search(r"(\d+)$", self.name)
         return self.config.get("seed", int(number[1]) if number else 0)
 
-    def accuracy(self, moment: str, setting: str = "greedy") -> dict[str, float]:
-        return self.metrics.get("evaluation", {}).get(moment, {}).get(setting, {})
+    @property
+    def accuracy(self) -> dict[str, float]:
+        """After training, by puzzle size or benchmark: greedy, or whatever was measured first."""
+        settings = self.metrics.get("evaluation", {}).get("after", {})
+        return settings.get("greedy") or next(iter(settings.values()), {})
 
     def curve(self, key: str, scale: float = 1.0) -> pd.Series:
         """A logged value by rollout batch; several logs of a batch are averaged."""
@@ -90,7 +93,7 @@ def load_run(folder: Path | str) -> Run:
     if "log" not in run.metrics:
         batches = max((row.get("rollout_batches", 0) for row in run.log), default=0)
         run.missing.append(f"the end of training: the log stops after {batches:g} rollout batches")
-    if not run.accuracy("after"):
+    if not run.accuracy:
         run.missing.append("the evaluation after training")
     if not run.config:
         run.missing.append("the config (runs from before it was recorded)")
@@ -140,10 +143,10 @@ def results_of(runs: list[Run]) -> pd.DataFrame:
     rows = []
     for run in (run for group in by_method(runs).values() for run in group):
         values = {
-            f"accuracy, {setting}, {moment} (%)": 100 * run.accuracy(moment, setting)["average"]
-            for setting in ("greedy", "sampled")
-            for moment in ("before", "after")
-            if "average" in run.accuracy(moment, setting)
+            f"accuracy, {setting}, {moment} (%)": 100 * accuracy["average"]
+            for moment, settings in run.metrics.get("evaluation", {}).items()
+            for setting, accuracy in settings.items()
+            if "average" in accuracy
         }
         reward = run.curve("reward")
         if len(reward):
@@ -184,7 +187,7 @@ def accuracy_charts(runs: list[Run]) -> Iterator[Chart]:
     """Held-out accuracy after training by puzzle size, and against alpha and eta [Fig 6]."""
     frames = {part: {} for part in ("mean", "low", "high")}
     for label, group in by_method(runs).items():
-        found = [run.accuracy("after") for run in group if run.accuracy("after")]
+        found = [run.accuracy for run in group if run.accuracy]
         for size in found[0] if found else ():
             mean, _, low, high = interval([100 * marks[size] for marks in found if size in marks])
             for part, value in (("mean", mean), ("low", low), ("high", high)):
@@ -194,16 +197,16 @@ def accuracy_charts(runs: list[Run]) -> Iterator[Chart]:
         yield bar_chart(
             "accuracy",
             "Held-out accuracy after training",
-            "number of people",
-            "greedy accuracy (%)",
+            "number of people or benchmark",
+            "accuracy (%)",
             *tables.values(),
             note="Bars: 95 % interval of the mean over seeds.",
         )
     for key, symbol in (("ar_alpha", "alpha"), ("lopti_eta", "eta")):
         rows = {}
         for run in runs:
-            if run.config.get(key) and "average" in run.accuracy("after"):
-                rows.setdefault(run.config[key], []).append(100 * run.accuracy("after")["average"])
+            if run.config.get(key) and "average" in run.accuracy:
+                rows.setdefault(run.config[key], []).append(100 * run.accuracy["average"])
         if len(rows) > 1:
             parts = {value: interval(marks) for value, marks in sorted(rows.items())}
             data = pd.DataFrame(
@@ -213,7 +216,7 @@ def accuracy_charts(runs: list[Run]) -> Iterator[Chart]:
                 f"sweep_{symbol}",
                 f"Accuracy against {symbol} (paper's figure 6)",
                 symbol,
-                "greedy accuracy (%)",
+                "accuracy (%)",
                 {key: data},
                 "Over all runs with that value; shaded: 95 % interval over runs.",
             )

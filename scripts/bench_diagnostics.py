@@ -1,59 +1,63 @@
-"""Cost of the diagnostics: CPU time of a training step of a recipe with and without, in turn.
+"""Cost of the diagnostics: their share of the processor time of a run of a recipe.
 
-One process trains with both settings, alternating by rollout batch; medians over the batches:
+Times what they do inside the run, and the pi_old pass once more with the stock head:
 
-    python scripts/bench_diagnostics.py --config kk_tiny_cpu.yaml --max_steps 40
+    python scripts/bench_diagnostics.py --config kk_tiny_cpu.yaml --max_steps 16
 """
 
-import copy
-import statistics
+import functools
 import sys
 import tempfile
 import time
 
-from transformers import TrainerCallback
-
+from lopti_trl.diagnostics import Diagnostics
 from lopti_trl.train import build_trainer, load_datasets, load_tokenizer, parse_args
 
-
-class Clock(TrainerCallback):
-    """Processor seconds of each rollout batch, generation and update together."""
-
-    def __init__(self, steps_per_batch: int):
-        self.steps_per_batch = steps_per_batch
-        self.seconds = []
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step % self.steps_per_batch == 0:
-            self.start = time.process_time()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if (state.global_step) % self.steps_per_batch == 0:
-            self.seconds.append(time.process_time() - self.start)
+clock = time.process_time
+seconds = {}
 
 
-def seconds_per_batch(options: list[str], diagnostics: bool) -> list[float]:
-    with tempfile.TemporaryDirectory() as folder:
-        task, args, model = parse_args(
-            [*options, "--output_dir", folder, "--diagnostics", str(diagnostics)]
-        )
-        tokenizer = load_tokenizer(model)
-        train_set, _ = load_datasets(task, tokenizer)
-        trainer = build_trainer(task, args, copy.copy(model), tokenizer, train_set)
-        steps = trainer._steps_per_rollout // args.gradient_accumulation_steps
-        clock = Clock(steps)
-        trainer.add_callback(clock)
-        trainer.train()
-        return clock.seconds
+def metered(name: str, function):
+    """The function, with its processor time added up under the name."""
+
+    @functools.wraps(function)
+    def run(*args, **kwargs):
+        start = clock()
+        result = function(*args, **kwargs)
+        seconds[name] = seconds.get(name, 0.0) + clock() - start
+        return result
+
+    return run
+
+
+def scored_twice(score):
+    """`Diagnostics.score`, then TRL's own scoring: what the sums of squares cost."""
+
+    def run(self, trl_score, *args, **kwargs):
+        result = metered("scoring with", score)(self, trl_score, *args, **kwargs)
+        metered("scoring without", trl_score)(*args, **kwargs)
+        return result
+
+    return run
 
 
 def main() -> None:
-    on, off = (seconds_per_batch(sys.argv[1:], diagnostics) for diagnostics in (True, False))
-    # the same bits, hence the same work: pair the batches
-    costs = [100 * (a - b) / b for a, b in zip(on, off, strict=True)]
-    print(f"{len(costs)} rollout batches, {statistics.median(off):.2f} s each without diagnostics")
-    total = 100 * sum(on) / sum(off) - 100
-    print(f"cost: median {statistics.median(costs):.2f} %, total {total:.2f} %")
+    for name in ("log_rollout", "watch", "add_update", "on_step_end"):
+        setattr(Diagnostics, name, metered(name, getattr(Diagnostics, name)))
+    Diagnostics.score = scored_twice(Diagnostics.score)
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--output_dir", folder, "--diagnostics", "true", "--test_puzzles", "0"]
+        task, args, model = parse_args([*sys.argv[1:], *options])
+        tokenizer = load_tokenizer(model)
+        train_set, _ = load_datasets(task, tokenizer)
+        trainer = build_trainer(task, args, model, tokenizer, train_set)
+        start = clock()
+        trainer.train()
+        total = clock() - start - seconds["scoring without"]
+    squares = seconds.pop("scoring with") - seconds.pop("scoring without")
+    for name, value in (seconds | {"sums of squares": squares}).items():
+        print(f"{name:16} {100 * value / total:6.2f} %")
+    print(f"{'all':16} {100 * (sum(seconds.values()) + squares) / total:6.2f} % of {total:.0f} s")
 
 
 if __name__ == "__main__":

@@ -135,6 +135,7 @@ def brute_force(trainer, inputs, weight) -> dict[str, float]:
     ("fields", "weight"),
     [
         ({"diagnostics": True}, lambda p: 1.0),
+        ({"diagnostics": True, "update_padding_free": True}, lambda p: 1.0),
         ({"ar_alpha": 0.7}, lambda p: 0.7 * p + 0.3),
         ({"lopti_eta": 0.5, "prob_band": [0.25, 0.75]}, lambda p: float(0.25 < p <= 0.75)),
     ],
@@ -267,6 +268,8 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
         {"num_iterations": 2, "beta": 0.04, "peft_config": LORA},
         {"ar_alpha": 0.3, "steps_per_generation": 1},
         {"tricks": True, "diagnostics_rows": 1.0, **BOTH},
+        {"tricks": True, "update_padding_free": True, **BOTH},
+        {"diw": True, "beta": 0.04},
     ],
 )
 def test_training_is_the_same_with_and_without(make_trainer, fields):
