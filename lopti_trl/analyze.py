@@ -114,7 +114,8 @@ class Probe:
         """log pi (B, T) after one optimizer step a phase (tokens, weights), which are undone."""
         args = self.trainer.args
         kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer]
-        stepper = kind(self.parameters.values(), lr=args.learning_rate)
+        # decay would move tokens that no gradient does
+        stepper = kind(self.parameters.values(), lr=args.learning_rate, weight_decay=0.0)
         for selected, weights in phases:
             for name, gradient in self.gradient(selected, weights).items():
                 self.parameters[name].grad = gradient
