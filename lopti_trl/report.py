@@ -149,7 +149,7 @@ def results_of(runs: list[Run]) -> pd.DataFrame:
             if "average" in accuracy
         }
         reward = run.curve("reward")
-        if len(reward):
+        if len(reward) and "log" in run.metrics:  # else training is not at its last tenth
             values["reward, last tenth of training"] = reward.tail(max(len(reward) // 10, 1)).mean()
         rows += [(run.label, run.seed, metric, value) for metric, value in values.items()]
     return pd.DataFrame(rows, columns=["method", "seed", "metric", "value"])
