@@ -14,6 +14,7 @@ import yaml
 from scipy import stats
 
 from lopti_trl.compare import interval, paired, summarise
+from lopti_trl.report import write_report
 from lopti_trl.sweep import is_finished, load_sweep, locked, main, results, run, words
 from lopti_trl.train import PACKAGE
 
@@ -208,6 +209,10 @@ def test_a_sweep_killed_twice_ends_with_the_same_table(tmp_path):
         pd.testing.assert_frame_equal(whole, killed, check_exact=True)
         assert len(whole) == {"runs": 4 * 5, "results": 2 * 5}[name]
         assert whole[{"runs": "value", "results": "mean"}[name]].nunique() > 3
+    folders = [str(sweep.folder(*case)) for case in sweep.runs]
+    page = write_report(folders, tmp_path / "report.html", "x", figures=False).read_text()
+    assert '<h2 id="diagnostics_ar">' in page  # AR has them without being asked, GRPO has not
+    assert "in GRPO-1, GRPO-2: diagnostics per band" in page
 
 
 def kill_when(path: str, file, with_children: bool) -> None:
