@@ -13,7 +13,7 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure  # no pyplot: no window, no global state
 from matplotlib.ticker import MaxNLocator
 
 # Okabe and Ito's colours, told apart by most colour-blind eyes; the page may replace each one
@@ -192,3 +192,21 @@ def heat_map(name: str, title: str, label: str, values: pd.DataFrame, note: str 
     parts = (f"{a} and {b} {number(values.loc[a, b])}" for a, b in pairs if b in values.columns)
     alt = f"Matrix of {label}. {'; '.join(parts)}."
     return Chart(name, title, alt, values, figure, note)
+
+
+def plot_reward_curve(log_history: list[dict], path: Path | str, title: str = "") -> None:
+    """Mean reward and share of correct completions of each rollout batch, as a PNG."""
+    rows = [row for row in log_history if "reward" in row]
+    batches = [row["rollout_batches"] for row in rows]
+    panels = {"mean reward": "reward"}
+    if any("kk/correct" in row for row in rows):
+        panels["share of correct completions"] = "kk/correct"
+    figure = Figure(figsize=(5 * len(panels), 3.5), layout="constrained")
+    for axes, (label, key) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+    ):
+        axes.plot(batches, [row[key] for row in rows], marker=".", linewidth=1)
+        axes.set(xlabel="rollout batch", ylabel=label)
+        axes.grid(alpha=0.3)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150)

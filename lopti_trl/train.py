@@ -25,7 +25,7 @@ from lopti_trl.evaluation import (
     kk_task,
     load_task,
 )
-from lopti_trl.report import plot_reward_curve
+from lopti_trl.figures import plot_reward_curve
 from lopti_trl.tasks import code, dialogue, kk, math, summarize
 from lopti_trl.trainer import LoptiGRPOTrainer
 
