@@ -32,7 +32,36 @@ def doctor(args: list[str]) -> None:
     sys.exit(main(args))
 
 
-VERBS = {"train": train, "sft": sft, "eval": evaluate, "doctor": doctor}
+def analyze(args: list[str]) -> None:
+    """Which tokens drive a model's update, from its own rollouts: MODEL [--batches N] [...]."""
+    from lopti_trl.analyze import main
+
+    print(f"analysis.json, analysis.parquet and figures are in {main(args)}.")
+
+
+def report(args: list[str]) -> None:
+    """One HTML file about runs: RUN... [--output FILE]."""
+    from lopti_trl.report import main
+
+    print(f"The report is {main(args)}.")
+
+
+def sweep(args: list[str]) -> None:
+    """Methods x seeds x values from one YAML, resumed where it stopped: FILE."""
+    from lopti_trl.sweep import main
+
+    print(main(args))
+
+
+VERBS = {
+    "train": train,
+    "sft": sft,
+    "eval": evaluate,
+    "doctor": doctor,
+    "analyze": analyze,
+    "sweep": sweep,
+    "report": report,
+}
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """Our fields on top of `trl.GRPOConfig`, and the rules they must keep."""
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -102,6 +103,27 @@ class LoptiGRPOConfig(DIWConfig, SamplingConfig):
         },
     )
 
+    diagnostics: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Log under prob/ which tokens drive the update, per band of pi_old. Training "
+            "stays the same to the bit. None: on if a method is on."
+        },
+    )
+    diagnostics_bands: list[float] = field(
+        default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0],
+        metadata={
+            "help": "Rising edges of the bands of pi_old, from 0 to 1; low < pi_old <= high."
+        },
+    )
+    diagnostics_rows: float = field(
+        default=0.0625,
+        metadata={
+            "help": "Share, in [0, 1], of a rollout batch's rows that are scored before and after "
+            "its update for prob/rose. 0 turns that off; 1 costs two forward passes."
+        },
+    )
+
     @property
     def update_tricks(self) -> frozenset[str]:
         """Names of the update_ options in force."""
@@ -180,9 +202,14 @@ class LoptiGRPOConfig(DIWConfig, SamplingConfig):
         """Whether any method needs pi_old."""
         return self.uses_ar or self.uses_lopti or self.prob_band is not None or self.diw
 
+    @property
+    def uses_diagnostics(self) -> bool:
+        return self.uses_token_probs if self.diagnostics is None else self.diagnostics
+
     def __post_init__(self):
         super().__post_init__()
         self._check_ranges()
+        self._check_diagnostics()
         self.check_diw()
         if self.uses_lopti:
             self._check_phases()
@@ -225,6 +252,20 @@ class LoptiGRPOConfig(DIWConfig, SamplingConfig):
             raise ValueError(
                 f"prob_band={band} is not two numbers low < high in [0, 1]. For the rarest quarter "
                 "of the probability range use [0, 0.25]; None keeps every token."
+            )
+
+    def _check_diagnostics(self):
+        edges = self.diagnostics_bands
+        is_rising = all(low < high for low, high in itertools.pairwise(edges))
+        if not (is_rising and len(edges) > 1 and edges[0] == 0 and edges[-1] == 1):
+            raise ValueError(
+                f"diagnostics_bands={edges} does not rise from 0 to 1, so that some tokens would "
+                "be in no band. For quarters use 0 0.25 0.5 0.75 1."
+            )
+        if not 0 <= self.diagnostics_rows <= 1:
+            raise ValueError(
+                f"diagnostics_rows={self.diagnostics_rows} is outside [0, 1]: it is a share of the "
+                "rows. Use 0 to turn prob/rose off, 0.0625 for one row in 16."
             )
 
     def _check_phases(self):

@@ -4,7 +4,7 @@ import functools
 import importlib.metadata
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -25,7 +25,7 @@ from lopti_trl.evaluation import (
     kk_task,
     load_task,
 )
-from lopti_trl.report import plot_reward_curve
+from lopti_trl.figures import plot_reward_curve
 from lopti_trl.tasks import code, dialogue, kk, math, summarize
 from lopti_trl.trainer import LoptiGRPOTrainer
 
@@ -437,6 +437,19 @@ def build_trainer(
     return trainer
 
 
+def run_config(*arguments) -> dict:
+    """Every option that is not the default one, as JSON takes it, and the seed."""
+    config = {}
+    for group in arguments:
+        for entry in fields(group):
+            value, default = getattr(group, entry.name), entry.default
+            if entry.default_factory is not MISSING:
+                default = entry.default_factory()
+            if value != default or entry.name == "seed":
+                config[entry.name] = value
+    return json.loads(json.dumps(config, default=str))
+
+
 def main(task: TaskArguments, args: LoptiGRPOConfig, model: ModelConfig) -> dict:
     """Train, evaluate before and after, and write the run to `args.output_dir`:
 
@@ -462,6 +475,7 @@ def main(task: TaskArguments, args: LoptiGRPOConfig, model: ModelConfig) -> dict
     metrics = output / "metrics.json"
     results = {
         "plan": asdict(plan),
+        "config": run_config(task, args, model),
         "evaluation": {},
         "versions": {name: importlib.metadata.version(name) for name in VERSIONED},
     }

@@ -5,6 +5,7 @@ import functools
 import inspect
 import textwrap
 from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import set_seed
 
 from lopti_trl.config import LoptiGRPOConfig
+from lopti_trl.diagnostics import Diagnostics
 from lopti_trl.diw import DIWTrainer
 from lopti_trl.phases import (
     MicroStep,
@@ -94,6 +96,10 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
         self._frozen_logps: Tensor | None = None
         self._position_offset = 0
         self._scored: Scored | None = None
+        self._diagnostics: Diagnostics | None = None
+        if self.args.uses_diagnostics:
+            self._diagnostics = Diagnostics(self)
+            self.add_callback(self._diagnostics)
         if self.args.uses_lopti:
             self.num_iterations *= 2  # two phases an iteration [Lopti]
         if self.use_vllm and self.vllm_mode == "server" and self.accelerator.is_main_process:
@@ -106,17 +112,34 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
             self._seed_engine()
         if self.model.training and self.args.dynamic_sampling_rounds:
             inputs = self._replace_flat_groups(inputs)
-        if not (self.model.training and self.args.uses_token_probs):
+        if not (self.model.training and (self.args.uses_token_probs or self._diagnostics)):
             return super()._generate_and_score_completions(inputs)
         # TRL leaves old_per_token_logps out when gradient_accumulation_steps is a multiple of
         # steps_per_generation * num_iterations; a larger number of iterations never is.
         num_iterations = self.num_iterations
         self.num_iterations = num_iterations + self.args.gradient_accumulation_steps
+        observer = self._diagnostics.of_rollout() if self._diagnostics else nullcontext()
         try:
-            rollout = super()._generate_and_score_completions(inputs)
+            with observer:
+                rollout = super()._generate_and_score_completions(inputs)
         finally:
             self.num_iterations = num_iterations
-        return {**rollout, **self._memberships(rollout)}
+        rollout |= self._memberships(rollout)
+        if self._diagnostics:
+            self._diagnostics.log_rollout(
+                valid_tokens(rollout), rollout["advantages"], self._gradient_weights(rollout)
+            )
+            rollout |= self._diagnostics.watch(rollout)
+            if not (self.args.uses_token_probs or self._has_old_logps):
+                rollout["rollout_logps"] = rollout.pop("old_per_token_logps")
+        return rollout
+
+    @property
+    def _has_old_logps(self) -> bool:
+        """Whether plain TRL would compute pi_old: it takes the ratio as 1 if that is exact."""
+        is_aligned = self.args.gradient_accumulation_steps % self._steps_per_rollout == 0
+        corrects_engine = self.use_vllm and self.args.vllm_importance_sampling_correction
+        return not is_aligned or corrects_engine
 
     def _seed_engine(self):
         """Give this rollout batch its place in the sequence that `seed` starts.
@@ -281,7 +304,8 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _compute_loss(self, model, inputs):
-        if not (self.model.training and (self.args.uses_token_probs or self._tricks)):
+        watches = self.args.uses_token_probs or self._diagnostics
+        if not (self.model.training and (watches or self._tricks)):
             return super()._compute_loss(model, inputs)
         if self.args.uses_ar:
             advantages = inputs["advantages"].unsqueeze(1) * self._token_weights(inputs)
@@ -295,13 +319,18 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
             loss = loss * inputs.get("row_share", 1.0)
         if inputs.get("is_empty"):  # no row of any process: there is nothing to average
             self._metrics["train"] = defaultdict(list, metrics)
-        if self.args.uses_token_probs:
+        if watches:
             self._log_scored(inputs, loss.detach())
         return loss
 
     def _token_weights(self, inputs: dict) -> Tensor:
         """(B, T) factor on the advantages."""
         return ar_weights(inputs["old_per_token_logps"].exp(), self.args.ar_alpha)
+
+    def _gradient_weights(self, rollout: dict) -> Tensor:
+        """(B, T) factor of the methods on a token's gradient, all phases together."""
+        weights = self._token_weights(rollout)
+        return weights * rollout["prob_band_mask"] if self.args.prob_band is not None else weights
 
     def _trainable_tokens(self, inputs: dict) -> Tensor:
         """(B, T) bool: tokens that carry a gradient in this micro-step."""
@@ -321,12 +350,17 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
             model = padding_free(model)
         if gate is None:
             # pi_old and the reference, over the whole rollout batch
+            is_observed = self._diagnostics is not None and self._diagnostics.awaits_rollout
+            if is_observed:
+                score = functools.partial(self._diagnostics.score, score)
             if has_tricks and "trim" in self._tricks:
                 logps = score_by_length(
                     lambda *batch: score(*batch)[0], model, *args, kwargs["batch_size"]
                 )
-                return logps, None, None
-            return score(model, *args, **kwargs)
+                scored = logps, None, None
+            else:
+                scored = score(model, *args, **kwargs)
+            return (self._diagnostics.keep(scored[0]), None, None) if is_observed else scored
         if self._position_offset:
             model = at_positions(self._position_offset, model)
         project = "project" in self._tricks
@@ -362,7 +396,9 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
     def _log_scored(self, inputs: dict, loss: Tensor):
         """Log this micro-step's phase: loss, and ratio, clipping and entropy of its own tokens."""
         in_phase, logps, entropies = self._scored
-        log_ratio = logps - inputs["old_per_token_logps"]
+        # TRL's loss must not see pi_old where TRL would not compute it
+        old_logps = inputs.get("old_per_token_logps", inputs.get("rollout_logps"))
+        log_ratio = logps - old_logps
         if self.args.importance_sampling_level == "sequence":
             mask = valid_tokens(inputs)
             log_ratio = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(
@@ -374,6 +410,12 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
             lowest, highest = 0.0, self.epsilon_high
         advantages = inputs["advantages"].reshape(len(ratio), -1)
         clipped = ((ratio < lowest) & (advantages < 0)) | ((ratio > highest) & (advantages > 0))
+        if self._diagnostics:
+            trained = in_phase & (advantages != 0)
+            has_clipping = self.loss_type in _CLIPPED_LOSS_TYPES
+            self._diagnostics.add_update(
+                old_logps, trained, logps, clipped if has_clipping else None
+            )
         values = (ratio, clipped, entropies, torch.ones_like(entropies))
         sums = torch.stack([*((value * in_phase).sum().float() for value in values), loss.float()])
         *sums, num_tokens, loss_sum = self.accelerator.reduce(sums).tolist()

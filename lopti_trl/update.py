@@ -217,7 +217,7 @@ def padding_free(model: Callable) -> Callable:
             labels=labels[valid][None],  # rows start with a prompt token: none scores another row
             **inputs,
         )
-        for name in ("log_probs", "entropy"):
+        for name in ("log_probs", "entropy", "log_sum_sq_probs"):
             if (scores := outputs.get(name)) is not None:
                 scores = torch.nn.functional.pad(scores, (1, 0))  # the first token has none
                 outputs[name] = scores.new_zeros(valid.shape).masked_scatter(valid, scores)
@@ -240,13 +240,13 @@ def check_padding_free(model: PreTrainedModel) -> None:
 
 
 def score_by_length(
-    score: Callable,  # (model, input_ids, attention_mask, width) -> log-probs (B, width)
+    score: Callable,  # (model, input_ids, attention_mask, width) -> log-probs (..., B, width)
     model: Callable,
     input_ids: Tensor,  # (B, P + T), prompts left and completions right padded
     attention_mask: Tensor,  # (B, P + T)
     width: int,  # T
     batch_size: int,
-) -> Tensor:  # (B, T), 0 where no row of the same batch has a token
+) -> Tensor:  # (..., B, T), 0 where no row of the same batch has a token
     """Score rows of like lengths together, each batch cut to its own longest prompt and completion.
 
     TRL scores the rows as they come, all padded to the longest.
@@ -254,12 +254,15 @@ def score_by_length(
     prompt_width = input_ids.size(1) - width
     prompts = attention_mask[:, :prompt_width].sum(1)
     completions = attention_mask[:, prompt_width:].sum(1)
-    logps = torch.zeros(len(input_ids), width, device=input_ids.device)
+    result = None
     for rows in (prompts + completions).argsort(descending=True).split(batch_size):
         offset = prompt_width - int(prompts[rows].max())
         length = max(int(completions[rows].max()), 1)
         span = slice(offset, prompt_width + length)
-        logps[rows, :length] = score(
+        logps = score(
             at_positions(offset, model), input_ids[rows, span], attention_mask[rows, span], length
         )
-    return logps
+        if result is None:
+            result = logps.new_zeros(*logps.shape[:-2], len(input_ids), width)
+        result[..., rows, :length] = logps
+    return result

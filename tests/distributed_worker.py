@@ -145,6 +145,7 @@ def build_trainer(folder: Path, backend: str, case: str, **changes) -> ScriptedT
         "seed": 1,
         "ar_alpha": 0.3,
         "lopti_eta": 0.5,
+        "diagnostics_rows": 1.0,  # a share would pick other rows on two processes
         **{f"update_{name}": tricks for name in TRICKS},
     }
     trl.trainer.grpo_trainer.shuffle_sequence_dict = (

@@ -38,6 +38,10 @@ OUR_METRICS = {
     "ar/weight_mean",
     "lopti/low_fraction",
     *(
+        f"prob/{name}/0-0.25"
+        for name in ("grad_share", "entropy", "change", "clip_ratio", "rose", "tied")
+    ),
+    *(
         f"lopti/{phase}/{name}"
         for phase in ("low", "high")
         for name in ("loss", "grad_norm", "ratio_mean", "clip_ratio")
