@@ -7,6 +7,8 @@ VLLM_BIN := .venv-vllm/bin
 # tiny matrices: one thread is faster than two that wait for each other
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# DeepSpeed without kernels of its own, which need a compiler
+export DS_BUILD_OPS ?= 0
 
 .PHONY: help install format lint test-fast test test-vllm smoke train demo
 
@@ -31,10 +33,10 @@ lint: install  ## check format, style and spelling
 	$(BIN)/codespell
 
 test-fast: lint  ## tests of under three minutes
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n auto -m "not slow"
 
 test: lint  ## every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 test-vllm: .venv-vllm/installed  ## tests with a real vLLM on CPU, in an environment of their own
 	$(VLLM_BIN)/python -m pytest -W ignore::DeprecationWarning tests/vllm_engine
