@@ -195,10 +195,9 @@ class ResumableGRPOTrainer(GRPOTrainer):
             return
         changed = [
             f"{name}: {old} -> {new}"
-            for (name, old), new in zip(
-                rollout["settings"].items(), self._rollout_settings().values(), strict=True
-            )
-            if old != new
+            for name, new in self._rollout_settings().items()
+            # an earlier version of ours saved fewer
+            if (old := rollout["settings"].get(name, new)) != new
         ]
         if changed and rollout["buffer"] is not None:
             raise ValueError(
