@@ -5,6 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from sandboxed import need_sandbox
 
 from lopti_trl.tasks.code import (
     bound_names,
@@ -15,8 +16,7 @@ from lopti_trl.tasks.code import (
     read_problem,
 )
 
-pytest.importorskip("landlock")
-pytest.importorskip("pyseccomp")
+need_sandbox()
 
 DATA = Path(__file__).parent / "data"
 HUMANEVAL, MBPP = DATA / "humaneval.jsonl", DATA / "mbpp.jsonl"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from sandboxed import need_sandbox
 
 from lopti_trl.tasks.sandbox import Job, Limits, Sandbox
 
-pytest.importorskip("landlock")
-pytest.importorskip("pyseccomp")
+need_sandbox()
 
 ROOT = Path(__file__).resolve().parents[1]
 SECRET = "the-parents-token"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from sandboxed import need_sandbox
 
 from lopti_trl.tasks.sandbox import Job, Limits, Sandbox
 
-pytest.importorskip("landlock")
-pytest.importorskip("pyseccomp")
+need_sandbox()
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = Limits(cpu_seconds=1, wall_seconds=1.0, memory_bytes=1 << 28)

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from rouge_score.rouge_scorer import RougeScorer
+from sandboxed import need_sandbox
 from test_dialogue import save_reward_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForSequenceClassification
 
@@ -157,6 +158,7 @@ def teach(folder: Path, prompt: list[dict], answers: list[str], steps: int = 60)
 
 
 def test_code_trains_by_unit_tests(tmp_path):
+    need_sandbox()
     row = rows_of("mbpp.jsonl")[3]
     data = write_rows(tmp_path / "rows.jsonl", [row, row])
     problems = load_problems(data)
