@@ -40,9 +40,9 @@ from lopti_trl.update import (
 from lopti_trl.vllm import SERVE, SharedFailure, require_vllm, rollout_seed, server_url
 from lopti_trl.weights import ar_weights
 
-# loss types whose gradient vanishes outside a clip range; the others shape the ratio smoothly
 # loss types that average over the rows of a micro-batch
 _ROW_MEAN_LOSS_TYPES = ("grpo", "sapo", "dr_grpo", "luspo")
+# loss types whose gradient vanishes outside a clip range; the others shape the ratio smoothly
 _CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo")
 
 
