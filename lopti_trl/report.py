@@ -392,7 +392,10 @@ def build(runs: list[Run], title: str) -> dict:
     for run in runs:
         for text in run.missing:
             lacking.setdefault(text, []).append(run.name)
-    notes = [f"in {', '.join(names)}: {text}" for text, names in lacking.items()]
+    notes = [
+        f"in {'every run' if len(names) == len(runs) > 1 else ', '.join(names)}: {text}"
+        for text, names in lacking.items()
+    ]
     if all(len(group) == 1 for group in groups.values()):
         notes.append("a second seed of any method, for intervals and tests")
     sections = [

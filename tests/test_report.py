@@ -265,6 +265,14 @@ def test_a_run_with_missing_pieces_gives_a_report_that_says_so(tmp_path, damage)
         assert "from 1 to 4" in page
 
 
+def test_what_every_run_lacks_is_said_once(tmp_path):
+    folders = [write_run(tmp_path / f"a-{seed}", "GRPO", seed) for seed in (1, 2)]
+    (tmp_path / "a-1" / "metrics.json").unlink()
+    notes = build([load_run(f) for f in folders], "x")["notes"]
+    assert "in every run: figures 1, 3, 5 and samples: lopti-trl analyze RUN" in notes
+    assert "in a-1: metrics.json (plan, versions, evaluation)" in notes
+
+
 def test_no_runs_is_a_mistake_with_a_fix():
     with pytest.raises(ValueError, match="Give the folders of runs"):
         build([], "x")
