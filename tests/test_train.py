@@ -138,7 +138,7 @@ def test_the_run_writes_metrics_model_card_and_curve(tiny_run, tmp_path):
     for moment in results["evaluation"].values():
         assert set(moment) == {"greedy", "sampled"}
         for accuracy in moment.values():
-            assert set(accuracy) == {"3", "average"}
+            assert set(accuracy) == {"2", "3", "average"}
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 9))
     assert {"kk/format_ok", "kk/parsed", "kk/correct"} <= lines[0].keys()
@@ -186,7 +186,7 @@ def test_the_plan_counts_steps_by_hand():
 
 
 def test_too_few_prompts_for_one_rollout_batch_is_an_error_before_the_model_loads(tiny_run):
-    with pytest.raises(ValueError, match=r"has 3 prompts, but one rollout batch takes 8 .*Add"):
+    with pytest.raises(ValueError, match=r"has 6 prompts, but one rollout batch takes 8 .*Add"):
         tiny_run("--train_puzzles", "3")
 
 

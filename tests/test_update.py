@@ -147,7 +147,10 @@ def test_every_exact_trick_at_once_keeps_grpos_gradient(make_trainer, loss_type,
     stock = gradients(make_trainer, GRPOTrainer, loss_type=loss_type, **fields)
     inexact = make_trainer(loss_type=loss_type, **fields).args.inexact_tricks()
     tricks = {f"update_{name}": name not in inexact for name in TRICKS}
-    assert_same_gradients(gradients(make_trainer, loss_type=loss_type, **tricks, **fields), stock)
+    # vespo's weight is the exponential of a sum over the sequence, which magnifies rounding
+    bound = 5e-6 if loss_type == "vespo" else 1e-6
+    ours = gradients(make_trainer, loss_type=loss_type, **tricks, **fields)
+    assert_same_gradients(ours, stock, bound)
 
 
 @pytest.mark.parametrize("trick", TRICKS)
