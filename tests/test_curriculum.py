@@ -206,6 +206,7 @@ def test_a_share_short_of_the_rate_keeps_the_level(make):
     assert trainer._curriculum.reached == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("curriculum", [BY_STEP, BY_SUCCESS], ids=["step", "success"])
 def test_resuming_from_any_step_ends_with_the_same_bits(make, curriculum, num_workers):

@@ -139,6 +139,7 @@ def check(make_trainer, tmp_path, uninterrupted: dict, world_size: int, death: t
     assert left == [f"checkpoint-{STEPS - 1}", f"checkpoint-{STEPS}"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("death", moments(20), ids=str)
 def test_a_killed_run_ends_with_the_same_bits(make_trainer, tmp_path, uninterrupted, death):
