@@ -32,11 +32,12 @@ lint: install  ## check format, style and spelling
 	$(BIN)/ruff check .
 	$(BIN)/codespell
 
+# loadfile: what a file sets up once is set up once
 test-fast: lint  ## tests of under three minutes
-	$(BIN)/python -m pytest -n auto -m "not slow"
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow"
 
 test: lint  ## every test
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 test-vllm: .venv-vllm/installed  ## tests with a real vLLM on CPU, in an environment of their own
 	$(VLLM_BIN)/python -m pytest -W ignore::DeprecationWarning tests/vllm_engine
