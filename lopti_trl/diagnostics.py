@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 from trl.trainer.utils import add_fused_lm_head
 
@@ -202,6 +203,9 @@ class Diagnostics(TrainerCallback):
                 logps = score_by_length(score, model, ids, mask, width, batch_size)
             else:
                 logps = score(model, ids, mask, width, batch_size)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # no backward pass follows, after which it would
+                module.reshard()
         model.train(was_training)
         return logps
 

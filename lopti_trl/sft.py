@@ -1,6 +1,5 @@
 """`sft`: supervised fine-tuning by TRL, on the puzzles and with the evaluation of `train`."""
 
-import functools
 import importlib.metadata
 import json
 from dataclasses import dataclass, field
@@ -11,8 +10,10 @@ from rich.console import Console
 from transformers import AutoTokenizer
 from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 from trl.distributed import DistributedBackend
+from trl.models import unwrap_model_for_generation
 
-from lopti_trl.evaluation import accuracy, evaluate_trainer
+from lopti_trl.engines import Sampling, TransformersEngine, random_state_kept
+from lopti_trl.evaluation import accuracy, evaluate
 from lopti_trl.tasks.kk_solutions import solve_quiz
 from lopti_trl.train import (
     VERSIONED,
@@ -36,14 +37,6 @@ class SFTArguments(SFTConfig):
     ds3_gather_for_generation: bool = field(
         default=True, metadata={"help": "Gather a ZeRO-3 model's weights to generate, as in GRPO."}
     )
-
-
-class EvaluableSFTTrainer(SFTTrainer):
-    """`trl.SFTTrainer` that `evaluate_trainer` can generate with."""
-
-    @functools.cached_property
-    def _dist(self) -> DistributedBackend:
-        return DistributedBackend(self.accelerator)
 
 
 def solution_texts(puzzles: Dataset, seed: int) -> Dataset:
@@ -74,7 +67,7 @@ def main(task: TaskArguments, args: SFTArguments, model: ModelConfig) -> dict:
     }
     output = Path(args.output_dir)
     output.mkdir(parents=True, exist_ok=True)
-    trainer = EvaluableSFTTrainer(
+    trainer = SFTTrainer(
         model=model.model_name_or_path,
         args=args,
         train_dataset=solution_texts(train_set, args.seed),
@@ -84,17 +77,29 @@ def main(task: TaskArguments, args: SFTArguments, model: ModelConfig) -> dict:
         peft_config=get_peft_config(model),
     )
     tasks = load_held_out(task, test_set, tokenizer)
-    how = {"tasks": tasks, "metrics": task.eval_metrics, "temperature": task.eval_temperature}
+    sampling = Sampling(args.max_completion_length, task.eval_temperature)
+    accelerator, wrapped = trainer.accelerator, trainer.model
 
-    def evaluate(moment: str) -> dict[str, dict[str, float]]:
-        folder = output / "evaluation" / moment
-        return accuracy(evaluate_trainer(trainer, folder=folder, label=moment, **how))
+    def measure(moment: str) -> dict[str, dict[str, float]]:
+        with (
+            random_state_kept(),
+            unwrap_model_for_generation(
+                wrapped, accelerator, args.ds3_gather_for_generation
+            ) as network,
+            DistributedBackend(accelerator).summon_full_params(wrapped, recurse=False),
+        ):
+            engine = TransformersEngine(network, tokenizer)
+            found = evaluate(
+                engine, tokenizer, tasks, task.eval_metrics, sampling, args.seed, label=moment
+            )
+        return accuracy(found["scores"])
 
-    evaluation = {"before": evaluate("before")} if tasks else {}
+    evaluation = {"before": measure("before")} if tasks else {}
     trainer.train(resume_from_checkpoint=resume_folder(args))
     trainer.save_model(args.output_dir)
     if tasks:
-        evaluation["after"] = evaluate("after")
+        wrapped = trainer.model_wrapped
+        evaluation["after"] = measure("after")
         console.print(evaluation_table(evaluation))
     results = {
         "plan": {"method": "SFT", "optimizer_steps": trainer.state.max_steps},

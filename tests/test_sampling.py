@@ -428,6 +428,11 @@ def test_two_processes_replace_the_same_groups_as_one(make, tmp_path, rounds):
         for name, expected in single["parameters"].items():
             torch.testing.assert_close(rank["parameters"][name], expected, rtol=0, atol=1e-5)
         for ours, expected in zip(rank["log"], single["log"], strict=True):
+            # every process watches rows of its own for these two
+            ours, expected = (
+                {k: v for k, v in row.items() if not k.startswith(("prob/rose", "prob/tied"))}
+                for row in (ours, expected)
+            )
             assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5)
     rows = redraws(single)
     assert len(rows) == 3

@@ -81,7 +81,16 @@ needs_tiny = pytest.mark.skipif(
 @needs_tiny
 def test_it_trains_on_the_completion_alone_and_writes_what_train_writes(tmp_path):
     small = ["--train_puzzles", "32", "--test_puzzles", "4", "--max_completion_length", "16"]
-    small += ["--num_train_epochs", "2", "--disable_tqdm", "true", "--output_dir", str(tmp_path)]
+    small += [
+        "--num_people",
+        "3",
+        "--num_train_epochs",
+        "2",
+        "--disable_tqdm",
+        "true",
+        "--output_dir",
+        str(tmp_path),
+    ]
     VERBS["sft"]([*TINY, *small])
     written = json.loads((tmp_path / "metrics.json").read_text())
     assert written["evaluation"].keys() == {"before", "after"}

@@ -138,7 +138,7 @@ def test_dialogues_train_by_a_reward_model(tmp_path):
     check_run(tmp_path, results, table, rewards)
 
 
-def teach(folder: Path, prompt: list[dict], answers: list[str], steps: int = 60) -> str:
+def teach(folder: Path, prompt: list[dict], answers: list[str], steps: int = 150) -> str:
     """The tiny model, made to give these answers to this prompt."""
     tokenizer = AutoTokenizer.from_pretrained(TINY, padding_side="right")
     model = AutoModelForCausalLM.from_pretrained(TINY)
