@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from lopti_trl.tasks import sandbox
-from lopti_trl.tasks.kk import _text as message_text
+from lopti_trl.tasks.kk import message_text
 from lopti_trl.tasks.rows import BadRow, check_text, read_rows
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from lopti_trl.tasks.rows import load_source
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -529,7 +530,8 @@ def judge(
     return Verdict(format_ok, roles is not None, roles == list(solution))
 
 
-def _text(completion: str | list[Message]) -> str:
+def message_text(completion: str | list[Message]) -> str:
+    """The text itself, or that of the last message, its text blocks joined; "" if there is none."""
     if isinstance(completion, str):
         return completion
     content = (completion[-1].get("content") if completion else None) or ""
@@ -559,7 +561,7 @@ def kk_reward(
     Logs the shares of the batch that reach each stage of `Verdict`, as kk/format_ok, kk/parsed
     and kk/correct.
     """
-    texts = [_text(completion) for completion in completions]
+    texts = [message_text(completion) for completion in completions]
     verdicts = [
         judge(text, *puzzle, mode, is_prefilled(prompt, text))
         for text, prompt, *puzzle in zip(
@@ -573,8 +575,6 @@ def kk_reward(
 
 
 # Data sets
-
-_FILE_KINDS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 
 
 def validate_rows(dataset: "Dataset | Sequence[Mapping]") -> None:
@@ -606,25 +606,9 @@ def _prompt(row: Mapping, tokenizer) -> str | list[Message]:
     if isinstance(prompt, str):
         return prompt
     # the official files wrap a rendered chat in a user message: a template would nest it
-    if len(prompt) == 1 and _text(prompt).rstrip().endswith("<think>"):
-        return _text(prompt)
+    if len(prompt) == 1 and message_text(prompt).rstrip().endswith("<think>"):
+        return message_text(prompt)
     return _render(prompt, tokenizer) if tokenizer else prompt
-
-
-def _load_source(source: str, split: str) -> "Dataset":
-    from datasets import load_dataset
-
-    kind = _FILE_KINDS.get(Path(source).suffix)
-    if kind is None:
-        return load_dataset(source, split=split)
-    if not Path(source).is_file():
-        raise FileNotFoundError(
-            f"no such file: {source}. Give a file ending in {', '.join(_FILE_KINDS)}, the name of "
-            "a data set on the hub, or 'generated'."
-        )
-    if not Path(source).stat().st_size:
-        raise ValueError(f"the data set {source} is empty. Give it at least one row.")
-    return load_dataset(kind, data_files=str(source), split="train")  # the name for a lone file
 
 
 def load_puzzles(
@@ -642,7 +626,8 @@ def load_puzzles(
     from datasets import Dataset, concatenate_datasets
 
     if source != "generated":
-        dataset = _load_source(source, split)
+        others = "the name of a data set on the hub, or 'generated'"
+        dataset = load_source(source, split, others=others)
     elif num_people and num_puzzles:
         counts = {size: min(num_puzzles, _MOST.get((size, split), math.inf)) for size in num_people}
         parts = [generate_puzzles(size, count, seed, split) for size, count in counts.items()]

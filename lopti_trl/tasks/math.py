@@ -10,7 +10,6 @@ import itertools
 import json
 import logging
 import os
-import random
 import re
 import resource
 import select
@@ -25,8 +24,9 @@ from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from lopti_trl.tasks.kk import _text as message_text
+from lopti_trl.tasks.kk import message_text
 from lopti_trl.tasks.math_judge import MAX_LENGTH, is_costly, judge, tidy
+from lopti_trl.tasks.rows import FILE_KINDS, choose, load_source
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -70,24 +70,7 @@ COLUMNS = (  # of the problem and its answer; the first pair that a data set has
     ("problem", "solution"),  # MATH: the answer is in the last box of the solution
     ("0.value", "1.ground_truth.value"),  # ORZ: a list of pairs of turns
 )
-_FILE_KINDS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 _RENDERED = re.compile(r"<[|\uff5c]\w+[|\uff5c]>|\[/?INST\]|<start_of_turn>")
-
-
-def _load_source(source: str, split: str) -> "Dataset":
-    from datasets import load_dataset
-
-    if source in NAMED:
-        return load_dataset(NAMED[source].path, NAMED[source].config, split=split)
-    kind = _FILE_KINDS.get(Path(source).suffix)
-    if kind is None:
-        return load_dataset(source, split=split)
-    if not Path(source).is_file():
-        raise FileNotFoundError(
-            f"no such file: {source}. Give a file ending in {', '.join(_FILE_KINDS)}, one of "
-            f"{', '.join(NAMED)}, or the name of a data set on the hub."
-        )
-    return load_dataset(kind, data_files=str(source), split="train")  # the name for a lone file
 
 
 def _field(row: Mapping, path: str):
@@ -193,14 +176,13 @@ def load_problems(
         raise ValueError(f"style={style!r} is unknown. Set it to 'base' or 'chat'.")
     if style == "chat" and tokenizer is None:
         raise ValueError("style='chat' needs the chat template of a tokenizer. Pass tokenizer.")
-    dataset = _load_source(source, split or (NAMED[source].split if source in NAMED else "train"))
-    if num_problems is not None and num_problems < len(dataset):
-        chosen = random.Random(seed).sample(range(len(dataset)), num_problems)
-        dataset = dataset.select(sorted(chosen))
-    rows = dataset.to_list()
+    hub = NAMED.get(source, HubSource(source, None, "train"))
+    others = f"one of {', '.join(NAMED)}, or the name of a data set on the hub"
+    dataset = load_source(hub.path, split or hub.split, hub.config, others)
+    rows = dataset.select(choose(dataset, num_problems, seed)).to_list()
     validate_rows(rows)
     problem_column, answer_column = find_columns(dataset.column_names)
-    name = Path(source).stem if Path(source).suffix in _FILE_KINDS else source
+    name = Path(source).stem if Path(source).suffix in FILE_KINDS else source
     problems = []
     for row in rows:
         answers = accepted_answers(_answer(row, answer_column))

@@ -1,10 +1,47 @@
-"""Rows of a local file or of a data set on the hub, for the tasks that take them as they are."""
+"""Data of every task: a local file or a data set on the hub, and what is said of bad rows."""
 
 import random
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 FILE_KINDS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
+
+
+def load_source(
+    source: str,  # a .parquet, .jsonl or .json file, or a data set on the hub
+    split: str,  # of the hub's data set; a file is a split of its own
+    config: str | None = None,  # of the hub's data set
+    others: str = "or the name of a data set on the hub",  # what else a task takes
+) -> "Dataset":
+    """The whole data set. FileNotFoundError for a missing file, ValueError for an empty one."""
+    from datasets import load_dataset
+
+    kind = FILE_KINDS.get(Path(source).suffix)
+    if kind is None:
+        return load_dataset(source, config, split=split)
+    if not Path(source).is_file():
+        raise FileNotFoundError(
+            f"no such file: {source}. Give a file ending in {', '.join(FILE_KINDS)}, {others}."
+        )
+    if not Path(source).stat().st_size:
+        raise ValueError(f"the data set {source} is empty. Give it at least one row.")
+    return load_dataset(kind, data_files=str(source), split="train")  # the name for a lone file
+
+
+def choose(
+    dataset: "Dataset",
+    count: int | None,  # None takes all
+    seed: int,
+) -> list[int]:
+    """Numbers of a random choice of rows, in the order of the data set."""
+    indices = range(len(dataset))
+    if count is None or count >= len(dataset):
+        return list(indices)
+    return sorted(random.Random(seed).sample(indices, count))
 
 
 def read_rows(
@@ -15,23 +52,8 @@ def read_rows(
     seed: int = 0,
 ) -> list[tuple[int, dict]]:
     """Number and content of each row. FileNotFoundError for a missing file, ValueError if empty."""
-    from datasets import load_dataset
-
-    kind = FILE_KINDS.get(Path(source).suffix)
-    if kind is None:
-        dataset = load_dataset(source, config, split=split)
-    elif not Path(source).is_file():
-        raise FileNotFoundError(
-            f"no such file: {source}. Give a file ending in {', '.join(FILE_KINDS)}, or the name "
-            "of a data set on the hub."
-        )
-    elif not Path(source).stat().st_size:
-        raise ValueError(f"the data set {source} is empty. Give it at least one row.")
-    else:
-        dataset = load_dataset(kind, data_files=str(source), split="train")  # a lone file's name
-    indices = range(len(dataset))
-    if num_rows is not None and num_rows < len(dataset):
-        indices = sorted(random.Random(seed).sample(indices, num_rows))
+    dataset = load_source(source, split, config)
+    indices = choose(dataset, num_rows, seed)
     return list(zip(indices, dataset.select(indices).to_list(), strict=True))
 
 

@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from lopti_trl.tasks.kk import _text as message_text
+from lopti_trl.tasks.kk import message_text
 from lopti_trl.tasks.rows import check_text, read_rows
 
 if TYPE_CHECKING:
