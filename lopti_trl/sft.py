@@ -23,6 +23,7 @@ from lopti_trl.train import (
     load_datasets,
     load_held_out,
     load_tokenizer,
+    model_init_kwargs,
     resume_folder,
 )
 
@@ -59,12 +60,7 @@ def main(task: TaskArguments, args: SFTArguments, model: ModelConfig) -> dict:
     console = Console(quiet=args.process_index != 0)
     tokenizer: AutoTokenizer = load_tokenizer(model, args.trust_remote_code)
     train_set, test_set = load_datasets(task, tokenizer)
-    args.model_init_kwargs = {
-        "revision": model.model_revision,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-        **(args.model_init_kwargs or {}),
-    }
+    args.model_init_kwargs = model_init_kwargs(model, args)
     output = Path(args.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     trainer = SFTTrainer(

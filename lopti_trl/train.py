@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer, ProgressCallback, TrainerCallback
+from transformers import AutoTokenizer, ProgressCallback, TrainerCallback, TrainingArguments
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from lopti_trl.checkpoint import find_last_checkpoint
@@ -181,6 +181,16 @@ def model_path(name: str) -> str:
     return str(PACKAGE / "assets" / TINY_MODEL) if name == TINY_MODEL else name
 
 
+def model_init_kwargs(model: ModelConfig, args: TrainingArguments) -> dict:
+    """What the model is loaded with; what the recipe's model_init_kwargs say beats the options."""
+    return {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+
+
 def load_tokenizer(model: ModelConfig, trust_remote_code: bool = False):
     if model.model_name_or_path is None:
         raise ValueError(
@@ -285,7 +295,7 @@ def load_problems(task: TaskArguments, tokenizer) -> "Dataset":
     )
     if tokenizer is None or task.max_prompt_tokens is None:
         return problems
-    lengths = [len(ids) for ids in tokenizer(list(problems["prompt"]))["input_ids"]]
+    lengths = prompt_lengths(problems["prompt"], tokenizer)
     return problems.select([i for i, n in enumerate(lengths) if n <= task.max_prompt_tokens])
 
 
@@ -415,12 +425,7 @@ def build_trainer(
     eval_set: "Dataset | None" = None,  # evaluated by TRL, as eval_strategy says
 ) -> LoptiGRPOTrainer:
     """The trainer of a run, with its console output and its log on disk."""
-    args.model_init_kwargs = {
-        "revision": model.model_revision,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-        **(args.model_init_kwargs or {}),
-    }
+    args.model_init_kwargs = model_init_kwargs(model, args)
     trainer = LoptiGRPOTrainer(
         model=model.model_name_or_path,
         **reward_arguments(task, args.trust_remote_code),

@@ -17,6 +17,7 @@ from transformers import set_seed
 from lopti_trl.config import LoptiGRPOConfig
 from lopti_trl.diagnostics import Diagnostics
 from lopti_trl.diw import DIWTrainer
+from lopti_trl.engines import hash_seed
 from lopti_trl.phases import (
     MicroStep,
     low_prob_mask,
@@ -37,7 +38,7 @@ from lopti_trl.update import (
     take,
     valid_tokens,
 )
-from lopti_trl.vllm import SERVE, SharedFailure, require_vllm, rollout_seed, server_url
+from lopti_trl.vllm import SERVE, SharedFailure, require_vllm, server_url
 from lopti_trl.weights import ar_weights
 
 # loss types that average over the rows of a micro-batch
@@ -149,7 +150,7 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
         """
         rollout_batch = self._step // self._steps_per_rollout
         engine = self.accelerator.process_index // self.vllm_tensor_parallel_size
-        set_seed(rollout_seed(self.args.seed, rollout_batch, engine))
+        set_seed(hash_seed(self.args.seed, rollout_batch, engine))
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)

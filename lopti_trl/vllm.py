@@ -6,7 +6,6 @@ import urllib.error
 import urllib.request
 import warnings
 
-import numpy as np
 from trl import GRPOConfig
 from trl.import_utils import is_vllm_available
 
@@ -68,11 +67,6 @@ def what_is_wrong(url: str) -> str | None:
     except (OSError, http.client.HTTPException) as error:
         return str(error)
     return None
-
-
-def rollout_seed(seed: int, rollout_batch: int, engine: int) -> int:
-    """A seed in [0, 2^32) for one engine's share of a rollout batch, unlike any other's."""
-    return int(np.random.SeedSequence((seed, rollout_batch, engine)).generate_state(1)[0])
 
 
 class SharedFailure:

@@ -7,7 +7,7 @@ import torch
 from trl import GRPOTrainer
 from vllm import SamplingParams
 
-from lopti_trl.vllm import rollout_seed
+from lopti_trl.engines import hash_seed
 
 STEPS = 8  # two rollout batches of two micro-batches in two phases
 SAME_PROMPTS = {"shuffle_dataset": False}
@@ -104,6 +104,6 @@ def test_resuming_goes_on_with_the_same_rollouts_to_the_same_bits(make_trainer, 
 
 def test_seeds_of_rollout_batches_and_engines_do_not_meet():
     places = list(itertools.product(range(8), range(40), range(8)))  # seed, batch, engine
-    seeds = {rollout_seed(*place) for place in places}
+    seeds = {hash_seed(*place) for place in places}
     assert len(seeds) == len(places)
     assert all(0 <= seed < 2**32 for seed in seeds)  # what numpy takes
