@@ -103,6 +103,14 @@ class LoptiGRPOConfig(DIWConfig, SamplingConfig):
         },
     )
 
+    generation_skip_finished: bool | None = field(
+        default=None,
+        metadata={
+            "help": "In transformers' generate, leave completions that have ended out of the "
+            "forward passes. They stay the same but for rounding. None: on if a method is on."
+        },
+    )
+
     diagnostics: bool | None = field(
         default=None,
         metadata={
@@ -188,6 +196,11 @@ class LoptiGRPOConfig(DIWConfig, SamplingConfig):
             ),
         )
         return {name: reason for holds, names, reason in rules if holds for name in names}
+
+    @property
+    def skips_finished(self) -> bool:
+        flag = self.generation_skip_finished
+        return self.uses_token_probs if flag is None else flag
 
     @property
     def uses_ar(self) -> bool:

@@ -13,13 +13,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from accelerate.utils import is_peft_model
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 from trl.trainer.utils import add_fused_lm_head
 
-from lopti_trl.update import concatenate, score_by_length, valid_tokens
+from lopti_trl.update import base_model, concatenate, score_by_length, valid_tokens
 
 _TOKENS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
@@ -104,9 +103,11 @@ class Diagnostics(TrainerCallback):
         self.awaits_rollout = False
         self._scored: Tensor | None = None
         self._update: Tensor | None = None
-        model = trainer.model.get_base_model() if is_peft_model(trainer.model) else trainer.model
         add_fused_lm_head(
-            model, trainer.temperature, trainer.args.cast_lm_head_to_fp32, self._outputs
+            base_model(trainer.model),
+            trainer.temperature,
+            trainer.args.cast_lm_head_to_fp32,
+            self._outputs,
         )
 
     # The rollout, from the pass that computes pi_old

@@ -17,6 +17,8 @@ import torch
 from accelerate import PartialState
 from transformers import GenerationConfig
 
+from lopti_trl.generation import finished_rows_leave
+
 
 class Sampling(NamedTuple):
     """How to draw completions."""
@@ -108,7 +110,7 @@ class TransformersEngine:
         was_training = self.model.training
         self.model.eval()
         torch.manual_seed(hash_seed(*seed, PartialState().process_index))
-        with torch.inference_mode():
+        with torch.inference_mode(), finished_rows_leave(self.model, config):
             ids = self.model.generate(**inputs, generation_config=config)
         self.model.train(was_training)
         completions = ids[:, inputs["input_ids"].size(1) :].tolist()

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import set_seed
 
@@ -18,6 +17,7 @@ from lopti_trl.config import LoptiGRPOConfig
 from lopti_trl.diagnostics import Diagnostics
 from lopti_trl.diw import DIWTrainer
 from lopti_trl.engines import hash_seed
+from lopti_trl.generation import finished_rows_leave
 from lopti_trl.phases import (
     MicroStep,
     low_prob_mask,
@@ -29,6 +29,7 @@ from lopti_trl.sampling import SampledGRPOTrainer
 from lopti_trl.update import (
     Layout,
     at_positions,
+    base_model,
     check_padding_free,
     concatenate,
     lay_out,
@@ -153,7 +154,10 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
         set_seed(hash_seed(self.args.seed, rollout_batch, engine))
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        skips = self.args.skips_finished and not self.use_vllm
+        model = base_model(self.model)
+        with finished_rows_leave(model, self.generation_config) if skips else nullcontext():
+            completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         if len(completion_ids) < len(prompt_ids):
             self._end_without_server()
         return completion_ids, logprobs
@@ -244,8 +248,7 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
         tricks = self.args.update_tricks
         if self.aux_loss_enabled:  # a mean over the tokens of the micro-batch
             tricks -= {"balance", "skip", "cut"}
-        model = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        if "position_ids" not in inspect.signature(model.forward).parameters:
+        if "position_ids" not in inspect.signature(base_model(self.model).forward).parameters:
             tricks -= {"trim"}  # a recurrent model sees the padding on the left
         return tricks
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 from trl.trainer import utils as trl_utils
@@ -21,6 +22,11 @@ def valid_tokens(inputs: dict) -> Tensor:
     """(B, T): 1 on tokens that TRL's loss counts: not padding, not a tool's output."""
     mask = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
+def base_model(model: torch.nn.Module) -> torch.nn.Module:
+    """The model without the wrapper that PEFT puts around it."""
+    return model.get_base_model() if is_peft_model(model) else model
 
 
 class Layout(NamedTuple):
