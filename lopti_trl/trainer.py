@@ -98,6 +98,7 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
         self._frozen_logps: Tensor | None = None
         self._position_offset = 0
         self._scored: Scored | None = None
+        self._late_inputs: dict | None = None  # TRL reads the advantages after scoring
         self._diagnostics: Diagnostics | None = None
         if self.args.uses_diagnostics:
             self._diagnostics = Diagnostics(self)
@@ -114,7 +115,8 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
             self._seed_engine()
         if self.model.training and self.args.dynamic_sampling_rounds:
             inputs = self._replace_flat_groups(inputs)
-        if not (self.model.training and (self.args.uses_token_probs or self._diagnostics)):
+        needs_old_logps = self.args.uses_token_probs or self._diagnostics
+        if not (self.model.training and needs_old_logps) or self._weighs_late:
             return super()._generate_and_score_completions(inputs)
         # TRL leaves old_per_token_logps out when gradient_accumulation_steps is a multiple of
         # steps_per_generation * num_iterations; a larger number of iterations never is.
@@ -142,6 +144,16 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
         is_aligned = self.args.gradient_accumulation_steps % self._steps_per_rollout == 0
         corrects_engine = self.use_vllm and self.args.vllm_importance_sampling_correction
         return not is_aligned or corrects_engine
+
+    @functools.cached_property
+    def _weighs_late(self) -> bool:
+        """Whether AR can read pi_old off the loss's own forward pass: no pass for it is made.
+
+        TRL takes the ratio as 1 there, for the same reason. Other methods need pi_old before.
+        """
+        needs_before = self.args.uses_lopti or self.args.prob_band is not None or self.args.diw
+        is_alone = self.args.uses_ar and not needs_before and self._diagnostics is None
+        return is_alone and not self._has_old_logps
 
     def _seed_engine(self):
         """Give this rollout batch its place in the sequence that `seed` starts.
@@ -311,7 +323,9 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
         watches = self.args.uses_token_probs or self._diagnostics
         if not (self.model.training and (watches or self._tricks)):
             return super()._compute_loss(model, inputs)
-        if self.args.uses_ar:
+        if self._weighs_late:
+            inputs = self._late_inputs = dict(inputs)
+        elif self.args.uses_ar:
             advantages = inputs["advantages"].unsqueeze(1) * self._token_weights(inputs)
             inputs = {**inputs, "advantages": advantages}  # (B, T) [AR]
         self._gradient_gate = self._trainable_tokens(inputs)
@@ -372,6 +386,8 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
             model = only_where(gate, model)
         logps, entropies, aux_loss = score(model, *args, **kwargs)
         self._scored = Scored(gate, logps.detach(), entropies.detach())
+        if self._late_inputs is not None:
+            self._weigh_late(self._late_inputs, gate, logps.detach())
         # [Lopti] the value stays, the gradient goes: ratios, clipping, KL and normalisers of every
         # loss type are untouched, so that the phases' gradients add up to the whole one
         frozen = (
@@ -382,6 +398,13 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
         if aux_loss is not None and self._is_second_phase:
             aux_loss = aux_loss.detach()  # the router's loss has no tokens to split: it acts once
         return logps, entropies, aux_loss
+
+    def _weigh_late(self, inputs: dict, gate: Tensor, logps: Tensor):
+        """Give the loss that is being computed its (B, T) advantages [AR]."""
+        self._late_inputs = None
+        weights = ar_weights(logps.exp(), self.args.ar_alpha)
+        inputs["advantages"] = inputs["advantages"].unsqueeze(1) * weights
+        self._log("ar/weight_mean", self._mean(weights, gate))
 
     @property
     def _is_second_phase(self) -> bool:
@@ -401,7 +424,7 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
         """Log this micro-step's phase: loss, and ratio, clipping and entropy of its own tokens."""
         in_phase, logps, entropies = self._scored
         # TRL's loss must not see pi_old where TRL would not compute it
-        old_logps = inputs.get("old_per_token_logps", inputs.get("rollout_logps"))
+        old_logps = inputs.get("old_per_token_logps", inputs.get("rollout_logps", logps))
         log_ratio = logps - old_logps
         if self.args.importance_sampling_level == "sequence":
             mask = valid_tokens(inputs)

@@ -186,6 +186,52 @@ def test_tricks_keep_the_gradient_of_every_method(make_trainer, loss_type, metho
     assert_same_gradients(ours, stock)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"beta": 0.04}, {"importance_sampling_level": "sequence"}, {"tricks": None}],
+    ids=str,
+)
+@pytest.mark.parametrize("loss_type", dapo_first(LOSS_TYPES))
+def test_ar_reads_pi_old_off_the_update_where_one_step_takes_the_rollouts(
+    make_trainer, loss_type, fields
+):
+    aligned = {"ar_alpha": 0.3, "steps_per_generation": 2, "loss_type": loss_type} | fields
+    by_a_pass_of_its_own = gradients(make_trainer, diagnostics=True, **aligned)
+    ours = gradients(make_trainer, diagnostics=False, **aligned)
+    assert_same_gradients(ours, by_a_pass_of_its_own, 5e-6 if loss_type == "vespo" else 1e-6)
+    plain = gradients(make_trainer, **aligned | {"ar_alpha": 0.0})
+    assert not torch.allclose(ours[0], plain[0], rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "passes"),
+    [
+        ({"steps_per_generation": 2}, 2),  # forward passes of the two micro-batches
+        ({"steps_per_generation": 2, "diagnostics": True}, 2 + 2 + 1 + 1),  # pi_old, a row twice
+        ({"steps_per_generation": 2, "lopti_eta": ETA}, 2 * (2 + 1)),
+        ({"steps_per_generation": 4}, 4 + 4),  # the second step needs the rollout's pi_old
+        ({"steps_per_generation": 2, "num_iterations": 2}, 2 * 2 + 2),
+    ],
+    ids=str,
+)
+def test_ar_makes_no_pass_more_than_grpo_where_it_reads_the_updates(make_trainer, fields, passes):
+    options = {"ar_alpha": 0.3, "diagnostics": False, "gradient_accumulation_steps": 2} | fields
+    trainer = make_trainer(max_completion_length=24, **options)
+    count = 0
+
+    def on_pass(module, args, kwargs, output):
+        nonlocal count
+        count += "labels" in kwargs  # not those of generation
+
+    trainer.model.register_forward_hook(on_pass, with_kwargs=True)
+    steps = options["steps_per_generation"] // 2 * options.get("num_iterations", 1)
+    trainer.args.max_steps = steps * (2 if "lopti_eta" in options else 1)
+    trainer.train()
+    assert count == passes
+    (mean,) = {row["ar/weight_mean"] for row in trainer.state.log_history[:1]}
+    assert 0.7 < mean < 1
+
+
 def test_tricks_keep_the_gradient_under_lora_and_checkpointing(make_trainer):
     fields = {
         "peft_config": LoraConfig(
