@@ -11,7 +11,7 @@ times are not reported. Completion lengths are drawn like those of Knights and K
 import argparse
 import functools
 import json
-import resource
+import re
 import statistics
 import subprocess
 import sys
@@ -38,6 +38,7 @@ CASES = {
     "ar": ON | {"ar_alpha": 0.3},
     "lopti": ON | {"lopti_eta": 0.5},
     "ar_lopti": ON | {"ar_alpha": 0.3, "lopti_eta": 0.5},
+    "padding_free": ON | {"update_padding_free": True},
     **{f"only_{name}": OFF | {f"update_{name}": True} for name in TRICKS},
 }
 PROMPT_LENGTH = 64  # about as long as the drawn completions' limit is to K&K's prompts
@@ -105,8 +106,8 @@ def make_trainer(case: str, args: argparse.Namespace, folder: str):
         fields = fields | {"diagnostics": False}  # they look at the rollout being made
     config = config_class(
         output_dir=folder,
-        use_cpu=args.cpu,
-        bf16=not args.cpu,
+        use_cpu=not torch.cuda.is_available(),
+        bf16=torch.cuda.is_available(),
         report_to="none",
         activation_checkpointing=False,
         num_generations=8,
@@ -180,20 +181,34 @@ def time_cases(cases: list[str], args: argparse.Namespace, equal_lengths: bool =
     return results
 
 
-def peak_memory(case: str, args: argparse.Namespace) -> int:
-    """Peak resident memory in KiB of a process that makes one update, imports included."""
+def high_water_mark() -> int:
+    """Peak resident memory of this process in KiB, or of its GPU in bytes.
+
+    Not `ru_maxrss`: that of a child begins with what its parent held at the fork.
+    """
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
+
+
+def peak_memory(case: str, args: argparse.Namespace) -> None:
+    """Print the peak of a process that makes one update: before it, and all of it."""
     with tempfile.TemporaryDirectory() as folder:
         trainer, rollouts = make_trainer(case, args, folder), make_rollouts(args, False)
+        before = high_water_mark()
         update(trainer, rollouts)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(before, high_water_mark())
 
 
-def memory_ratio(args: argparse.Namespace, argv: list[str]) -> float:
-    """Peak memory of both Lopti phases over stock's single update."""
+def memory_ratios(argv: list[str]) -> tuple[float, float]:
+    """Peak memory of both Lopti phases over stock's single update: all of the process (libraries,
+    model, gradients, update), and what the update adds to it."""
     command = [sys.executable, __file__, *argv, "--memory_of"]
     outputs = [subprocess.check_output([*command, case]) for case in ("lopti", "stock")]
-    peaks = [int(output.split()[-1]) for output in outputs]  # after what libraries print
-    return peaks[0] / peaks[1]
+    # after what libraries print
+    ours, stock = ([int(number) for number in output.split()[-2:]] for output in outputs)
+    return ours[1] / stock[1], (ours[1] - ours[0]) / (stock[1] - stock[0])
 
 
 def main(argv: list[str]) -> None:
@@ -207,27 +222,29 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--cpu", type=bool, default=not torch.cuda.is_available())
     parser.add_argument("--memory_of", choices=CASES, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.quick:
-        args.repetitions, args.max_completion_length = 1, 256
+        args.repetitions, args.max_completion_length, args.width = 1, 128, 128
     if args.memory_of:
-        print(peak_memory(args.memory_of, args))
+        peak_memory(args.memory_of, args)
         return
 
-    main_cases = ["grpo", "ar", "lopti", "ar_lopti"]
+    main_cases = ["grpo", "ar", "lopti", "ar_lopti", "padding_free"]
     tricks = [] if args.quick else [f"only_{name}" for name in TRICKS]
     results = time_cases(main_cases + tricks, args)
     level = time_cases(["grpo", "lopti"], args, equal_lengths=True)
     parameters = make_model(args).num_parameters()
+    whole_memory, update_memory = memory_ratios(argv)
     summary = {
         "ratio": {case: results[case]["ratio"] for case in main_cases},
         "ratio_range": {case: [min(r["ratios"]), max(r["ratios"])] for case, r in results.items()},
         "ratio_by_trick": {name: results[f"only_{name}"]["ratio"] for name in TRICKS if tricks},
         "ratio_with_nothing_to_gain": {case: level[case]["ratio"] for case in level},
-        "memory_ratio": memory_ratio(args, argv),
-        "useful_tokens": 1 - results["grpo"]["padding_fraction"],
+        "memory_ratio": whole_memory,
+        "memory_ratio_of_update": update_memory,
+        "useful_tokens": 1 - results["padding_free"]["padding_fraction"],
+        "useful_tokens_padded": 1 - results["grpo"]["padding_fraction"],
         "max_gradient_error": max(r.get("gradient_error", 0.0) for r in results.values()),
         "settings": vars(args) | {"parameters": parameters, "threads": torch.get_num_threads()},
     }
@@ -248,8 +265,14 @@ def main(argv: list[str]) -> None:
     console = Console()
     console.print(table)
     console.print(f"nothing to gain: {summary['ratio_with_nothing_to_gain']}")
-    console.print(f"peak memory of both Lopti phases: {summary['memory_ratio']:.2f} x stock")
-    console.print(f"useful tokens: {summary['useful_tokens']:.3f}")
+    console.print(
+        f"peak memory of both Lopti phases: {whole_memory:.2f} x stock's process, "
+        f"{update_memory:.2f} x what its update adds"
+    )
+    console.print(
+        f"useful tokens: {summary['useful_tokens']:.3f} padding-free, "
+        f"{summary['useful_tokens_padded']:.3f} in padded micro-batches"
+    )
     if args.json:
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         Path(args.json).write_text(json.dumps(summary, indent=2))
