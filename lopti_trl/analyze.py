@@ -46,12 +46,14 @@ from lopti_trl.update import valid_tokens
 from lopti_trl.weights import ar_weights
 
 Gradient = dict[str, Tensor]  # by parameter name
+FIGURES = ("1", "3", "5", "theory")
 
 
 @dataclass(frozen=True)
 class Settings:
     """What `analyze` takes beside the options of `train`."""
 
+    figures: Sequence[str] = FIGURES
     batches: int = 4
     probe_lr: float = 1e-3  # of the SGD step of figure 1, the paper's
     optimizer: str = "adamw"  # of figure 3, from a fresh state at the recipe's learning rate
@@ -351,11 +353,14 @@ def analyze(trainer: LoptiGRPOTrainer, settings: Settings) -> tuple[pd.DataFrame
     for batch, (rollout, rewards) in enumerate(batches):
         probe = Probe(trainer, rollout)
         squares = trainer._diagnostics.squares_of(rollout)
-        selective_updates(probe, records, batch, settings)
-        whole_updates(probe, records, batch, settings)
-        logit_bound(probe, squares, records, batch)
-        if settings.activation_tokens:
-            activation_gain(probe, records, batch, settings.activation_tokens)
+        if "1" in settings.figures:
+            selective_updates(probe, records, batch, settings)
+        if "3" in settings.figures:
+            whole_updates(probe, records, batch, settings)
+        if "theory" in settings.figures:
+            logit_bound(probe, squares, records, batch)
+            if settings.activation_tokens:
+                activation_gain(probe, records, batch, settings.activation_tokens)
         if batch == 0:
             samples = token_samples(probe, squares, rewards, settings.samples)
         texts += list(trainer._logs["completion"])
@@ -363,7 +368,9 @@ def analyze(trainer: LoptiGRPOTrainer, settings: Settings) -> tuple[pd.DataFrame
         all_rewards += rewards
     facts = {
         "rewards": all_rewards,
-        "language": language(texts, lengths, all_rewards, settings.words),
+        "language": language(texts, lengths, all_rewards, settings.words)
+        if "5" in settings.figures
+        else {},
         "samples": samples,
         "settings": {**asdict(settings), "words": Path(settings.words).name},
         "versions": {name: importlib.metadata.version(name) for name in VERSIONED},
@@ -382,6 +389,13 @@ def parse(
         "--learning_rate, --ar_alpha and --lopti_eta (0.3 and 0.5 if the recipe has none).",
     )
     parser.add_argument("model", help="a folder, a model on the hub, or kk-tiny")
+    parser.add_argument(
+        "--figures",
+        nargs="+",
+        choices=FIGURES,
+        default=list(FIGURES),
+        help="what to make; theory: the bound and the gain of proposition 4.2",
+    )
     parser.add_argument("--batches", type=int, default=4, help="rollout batches")
     parser.add_argument("--probe_lr", type=float, default=1e-3, help="SGD step of figure 1")
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")

@@ -273,46 +273,53 @@ def analysis_charts(frame: pd.DataFrame, facts: dict) -> Iterator[Chart]:
             tables = [table.reindex([v for v in x if v in table.index]) for table in tables]
         return bar_chart(name, title, xlabel, ylabel, *tables, note=note + more, **options)
 
-    bands = facts["bands"]
-    yield chart("tokens", "tokens", "1 a. Tokens", "share of valid tokens (%)", 100)
-    yield chart("advantage", "advantage", "1 b. Advantages", "advantage", reference=0)
+    bands, made = facts["bands"], set(frame["figure"])
 
     def change(name, title, trained):
         label = "mean change of probability (points)"
-        return chart("change", name, title, label, 100, series=[trained], reference=0, more=step)
+        more = f" After one SGD step of {rate:g}."
+        return chart("change", name, title, label, 100, series=[trained], reference=0, more=more)
 
-    step = f" After one SGD step of {rate:g}."
-    yield change("change", "1 c. Change, all tokens trained", "all")
-    yield chart(
-        "gradient norm",
-        "gradient_norm",
-        "1 d. Gradient of one band's tokens",
-        "L2 norm over all parameters",
-        xlabel="tokens trained",
-    )
-    yield change("change_lowest", "1 e. Change, lowest band trained", bands[0])
-    yield change("change_highest", "1 f. Change, highest band trained", bands[-1])
-    for name, title, label in (
-        ("rose", "3. Tokens with positive advantage that rose", "share with pi_new > pi_old (%)"),
-        ("tied", "3. Ties: not a bit of change", "share with pi_new = pi_old (%)"),
-    ):
-        yield chart(name, name, title, label, 100, x=bands)
-    yield heat_map(
-        "cosine",
-        "Cosine between gradients",
-        "cosine",
-        pivot(frame, "cosine")[0],
-        "Mean over batches.",
-    )
-    yield chart(
-        "layers",
-        "layers",
-        "Gradient by layer",
-        "L2 norm in the layer",
-        xlabel="layer",
-        series=["low", "high", "all"],
-    )
-    if "gain" in set(frame["figure"]):
+    if "change" in made:
+        yield chart("tokens", "tokens", "1 a. Tokens", "share of valid tokens (%)", 100)
+        yield chart("advantage", "advantage", "1 b. Advantages", "advantage", reference=0)
+        yield change("change", "1 c. Change, all tokens trained", "all")
+        yield chart(
+            "gradient norm",
+            "gradient_norm",
+            "1 d. Gradient of one band's tokens",
+            "L2 norm over all parameters",
+            xlabel="tokens trained",
+        )
+        yield change("change_lowest", "1 e. Change, lowest band trained", bands[0])
+        yield change("change_highest", "1 f. Change, highest band trained", bands[-1])
+    if "rose" in made:
+        for name, title, label in (
+            (
+                "rose",
+                "3. Tokens with positive advantage that rose",
+                "share with pi_new > pi_old (%)",
+            ),
+            ("tied", "3. Ties: not a bit of change", "share with pi_new = pi_old (%)"),
+        ):
+            yield chart(name, name, title, label, 100, x=bands)
+    if "cosine" in made:
+        yield heat_map(
+            "cosine",
+            "Cosine between gradients",
+            "cosine",
+            pivot(frame, "cosine")[0],
+            "Mean over batches.",
+        )
+        yield chart(
+            "layers",
+            "layers",
+            "Gradient by layer",
+            "L2 norm in the layer",
+            xlabel="layer",
+            series=["low", "high", "all"],
+        )
+    if "gain" in made:
         rows = frame[(frame["figure"] == "gain") & frame["x"].isin(["5 %", "median", "95 %"])]
         tables = rows.pivot_table(index="series", columns="x", values="value", sort=False)
         yield line_chart(
@@ -346,18 +353,20 @@ def save_analysis_figures(frame: pd.DataFrame, facts: dict, folder: Path) -> Non
 
 def theory_rows(frame: pd.DataFrame) -> list[tuple[str, str]]:
     """What the checks of an analysis found, in words and numbers."""
-    mean, *_ = pivot(frame, "bound")
-    found, theory = mean["found"], mean["theory"]
+    rows = []
+    if "bound" in set(frame["figure"]):
+        mean, *_ = pivot(frame, "bound")
+        found, theory = mean["found"], mean["theory"]
+        ratio = "||d log pi / d logits|| / (1 - pi)"
+        rows = [
+            (f"{ratio}, lowest", f"{found['lowest']:.4f}, bound {theory['lowest']:.4f}"),
+            (f"{ratio}, highest", f"{found['highest']:.4f}, bound {theory['highest']:.4f}"),
+            ("tokens within the bound", f"{100 * found['share within']:.2f} %"),
+        ]
     errors = frame[frame["figure"] == "sum error"]
-    ratio = "||d log pi / d logits|| / (1 - pi)"
-    return [
-        (f"{ratio}, lowest", f"{found['lowest']:.4f}, bound {theory['lowest']:.4f}"),
-        (f"{ratio}, highest", f"{found['highest']:.4f}, bound {theory['highest']:.4f}"),
-        ("tokens within the bound", f"{100 * found['share within']:.2f} %"),
-        *(
-            (f"relative error of the sum over {split}", f"{rows['value'].max():.1e}")
-            for split, rows in errors.groupby("series")
-        ),
+    return rows + [
+        (f"relative error of the sum over {split}", f"{group['value'].max():.1e}")
+        for split, group in errors.groupby("series")
     ]
 
 

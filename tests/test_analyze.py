@@ -25,6 +25,7 @@ from lopti_trl.analyze import (
 )
 from lopti_trl.diagnostics import band_names
 from lopti_trl.language import load_word_classes, reward_correlation, word_frequencies
+from lopti_trl.report import save_analysis_figures, theory_rows
 from lopti_trl.train import PACKAGE
 
 EDGES = [0.0, 0.25, 0.5, 0.75, 1.0]
@@ -266,3 +267,25 @@ def test_the_command_writes_table_facts_and_figures(tmp_path):
     figures = {path.name for path in (output / "figures").iterdir()}
     for name in ("gradient_norm", "rose", "change", "language"):
         assert {f"{name}.pdf", f"{name}.png"} <= figures
+
+
+@pytest.mark.parametrize(
+    ("chosen", "made"),
+    [
+        (["1"], {"tokens", "change", "gradient_norm", "cosine", "layers"}),
+        (["3"], {"rose", "tied"}),
+        (["5"], set()),  # a random model uses none of the words
+        (["theory"], {"gain"}),
+    ],
+)
+def test_only_the_figures_asked_for_are_made(trainer, tmp_path, chosen, made):
+    frame, facts = analyze(trainer, Settings(figures=chosen, batches=1, activation_tokens=3))
+    save_analysis_figures(frame, facts | {"bands": BANDS}, tmp_path)
+    files = {path.stem for path in tmp_path.glob("*.png")}
+    assert made <= files
+    others = {"tokens", "change", "rose", "tied", "gain", "language"} - made
+    assert not files & others
+    assert bool(facts["language"]) == (chosen == ["5"])
+    names = {name for name, _ in theory_rows(frame)}
+    assert ("tokens within the bound" in names) == (chosen == ["theory"])
+    assert ("relative error of the sum over bands" in names) == (chosen == ["1"])
