@@ -55,6 +55,7 @@ class Settings:
 
     figures: Sequence[str] = FIGURES
     batches: int = 4
+    advantages: str = "reward"  # or random
     probe_lr: float = 1e-3  # of the SGD step of figure 1, the paper's
     optimizer: str = "adamw"  # of figure 3, from a fresh state at the recipe's learning rate
     activation_tokens: int = 32
@@ -334,6 +335,12 @@ def token_samples(probe: Probe, squares: Tensor, rewards: list[float], count: in
     return samples
 
 
+def random_advantages(count: int, seed: int) -> Tensor:
+    """(B,) of +1 and -1, as many of each (one more +1 if B is odd), in random order."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    return 1.0 - 2.0 * (order % 2)
+
+
 def rollouts(trainer: LoptiGRPOTrainer, count: int) -> Iterator[tuple[dict, list[float]]]:
     """Rollout batches of the training set, with the reward of each row."""
     step = trainer._steps_per_rollout  # the loader repeats a batch for its micro-steps
@@ -351,6 +358,15 @@ def analyze(trainer: LoptiGRPOTrainer, settings: Settings) -> tuple[pd.DataFrame
     texts, lengths, all_rewards = [], [], []
     batches = tqdm(rollouts(trainer, settings.batches), total=settings.batches, desc="analyze")
     for batch, (rollout, rewards) in enumerate(batches):
+        if settings.advantages == "random":
+            signs = random_advantages(len(rewards), seed=trainer.args.seed + batch)
+            rollout = {**rollout, "advantages": signs.to(trainer.accelerator.device)}
+        elif not rollout["advantages"].any():
+            raise ValueError(
+                f"All {len(rewards)} completions of rollout batch {batch + 1} have advantage 0 "
+                f"(rewards {sorted(set(rewards))}): there is no gradient to see. Take an easier "
+                "task, more completions (--num_generations), or --advantages random."
+            )
         probe = Probe(trainer, rollout)
         squares = trainer._diagnostics.squares_of(rollout)
         if "1" in settings.figures:
@@ -397,6 +413,12 @@ def parse(
         help="what to make; theory: the bound and the gain of proposition 4.2",
     )
     parser.add_argument("--batches", type=int, default=4, help="rollout batches")
+    parser.add_argument(
+        "--advantages",
+        choices=("reward", "random"),
+        default="reward",
+        help="random: +1 or -1 a completion, for a model whose rewards do not differ",
+    )
     parser.add_argument("--probe_lr", type=float, default=1e-3, help="SGD step of figure 1")
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
     parser.add_argument("--activation_tokens", type=int, default=32, help="0 leaves it out")

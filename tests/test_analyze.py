@@ -19,6 +19,7 @@ from lopti_trl.analyze import (
     main,
     norm,
     parse,
+    random_advantages,
     rollouts,
     selective_updates,
     token_samples,
@@ -289,3 +290,20 @@ def test_only_the_figures_asked_for_are_made(trainer, tmp_path, chosen, made):
     names = {name for name, _ in theory_rows(frame)}
     assert ("tokens within the bound" in names) == (chosen == ["theory"])
     assert ("relative error of the sum over bands" in names) == (chosen == ["1"])
+
+
+def test_rewards_without_spread_are_refused_and_random_advantages_serve(make_trainer):
+    trainer = make_trainer(
+        reward_funcs=lambda completions, **kwargs: [2.0] * len(completions), **METHODS
+    )
+    settings = {"figures": ["1"], "batches": 1}
+    with pytest.raises(ValueError, match=r"All 8 completions of rollout batch 1 .*\[2.0\]"):
+        analyze(trainer, Settings(**settings))
+    frame, _ = analyze(trainer, Settings(advantages="random", **settings))
+    norms = frame[(frame["figure"] == "gradient norm") & (frame["x"] == "all")]
+    assert norms["value"].item() > 1e-3
+    sizes = frame[(frame["figure"] == "advantage") & (frame["series"] == "mean size")]
+    assert set(sizes["value"]) == {1.0}
+    signs = random_advantages(9, seed=3)
+    assert signs.tolist() != random_advantages(9, seed=4).tolist()
+    assert (signs.sum(), set(signs.tolist())) == (1, {1.0, -1.0})
