@@ -16,9 +16,10 @@ from transformers import set_seed
 from lopti_trl.config import LoptiGRPOConfig
 from lopti_trl.diagnostics import Diagnostics
 from lopti_trl.diw import DIWTrainer
-from lopti_trl.engines import hash_seed
+from lopti_trl.engines import hash_seed, replaced
 from lopti_trl.generation import finished_rows_leave
 from lopti_trl.phases import (
+    LOW,
     MicroStep,
     low_prob_mask,
     phase_schedule,
@@ -28,6 +29,7 @@ from lopti_trl.phases import (
 from lopti_trl.sampling import SampledGRPOTrainer
 from lopti_trl.update import (
     Layout,
+    RolloutScores,
     at_positions,
     base_model,
     check_padding_free,
@@ -99,6 +101,8 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
         self._position_offset = 0
         self._scored: Scored | None = None
         self._late_inputs: dict | None = None  # TRL reads the advantages after scoring
+        self._rollout_scores: RolloutScores | None = None
+        self._old_sums = 0.0  # for the metrics, over the optimizer step's micro-batches so far
         self._diagnostics: Diagnostics | None = None
         if self.args.uses_diagnostics:
             self._diagnostics = Diagnostics(self)
@@ -115,19 +119,17 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
             self._seed_engine()
         if self.model.training and self.args.dynamic_sampling_rounds:
             inputs = self._replace_flat_groups(inputs)
-        needs_old_logps = self.args.uses_token_probs or self._diagnostics
-        if not (self.model.training and needs_old_logps) or self._weighs_late:
+        if not (self.model.training and (self.args.uses_token_probs or self._diagnostics)):
             return super()._generate_and_score_completions(inputs)
+        if self._reads_update:
+            with replaced(self, num_iterations=self.args.num_iterations):  # without the phases
+                return super()._generate_and_score_completions(inputs)
         # TRL leaves old_per_token_logps out when gradient_accumulation_steps is a multiple of
         # steps_per_generation * num_iterations; a larger number of iterations never is.
-        num_iterations = self.num_iterations
-        self.num_iterations = num_iterations + self.args.gradient_accumulation_steps
+        num_iterations = self.num_iterations + self.args.gradient_accumulation_steps
         observer = self._diagnostics.of_rollout() if self._diagnostics else nullcontext()
-        try:
-            with observer:
-                rollout = super()._generate_and_score_completions(inputs)
-        finally:
-            self.num_iterations = num_iterations
+        with observer, replaced(self, num_iterations=num_iterations):
+            rollout = super()._generate_and_score_completions(inputs)
         rollout |= self._memberships(rollout)
         if self._diagnostics:
             self._diagnostics.log_rollout(
@@ -146,14 +148,21 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
         return not is_aligned or corrects_engine
 
     @functools.cached_property
-    def _weighs_late(self) -> bool:
-        """Whether AR can read pi_old off the loss's own forward pass: no pass for it is made.
+    def _reads_update(self) -> bool:
+        """Whether the update's first forward pass gives pi_old, so that no pass for it is made.
 
-        TRL takes the ratio as 1 there, for the same reason. Other methods need pi_old before.
+        TRL takes the ratio as 1 there, for the same reason: the policy is still the rollout's.
         """
-        needs_before = self.args.uses_lopti or self.args.prob_band is not None or self.args.diw
-        is_alone = self.args.uses_ar and not needs_before and self._diagnostics is None
-        return is_alone and not self._has_old_logps
+        args = self.args
+        needs_before = args.prob_band is not None or args.lopti_quantile is not None or args.diw
+        if needs_before or self._diagnostics:
+            return False
+        if not args.uses_lopti:
+            return args.uses_ar and not self._has_old_logps
+        corrects_engine = self.use_vllm and args.vllm_importance_sampling_correction
+        is_one_step = args.steps_per_generation == args.gradient_accumulation_steps
+        is_laid_out = bool(self._tricks) and not self._is_vlm
+        return is_one_step and args.num_iterations == 1 and is_laid_out and not corrects_engine
 
     def _seed_engine(self):
         """Give this rollout batch its place in the sequence that `seed` starts.
@@ -250,7 +259,12 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
             position = self._step % self.args.gradient_accumulation_steps
             if position == 0:
                 last = first + self.args.gradient_accumulation_steps
-                self._micro_batches = self._lay_out(concatenate(self._buffered_inputs[first:last]))
+                slices = self._buffered_inputs[first:last]
+                rows = concatenate(slices)
+                if self.args.uses_lopti and self._lacks_old_logps(rows):
+                    rows["row"] = torch.arange(len(rows["prompt_ids"]), device=self.model.device)
+                    self._rollout_scores = RolloutScores(slices)
+                self._micro_batches = self._lay_out(rows)
             inputs = self._micro_batches[position]
         return inputs
 
@@ -323,7 +337,7 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
         watches = self.args.uses_token_probs or self._diagnostics
         if not (self.model.training and (watches or self._tricks)):
             return super()._compute_loss(model, inputs)
-        if self._weighs_late:
+        if self._lacks_old_logps(inputs):
             inputs = self._late_inputs = dict(inputs)
         elif self.args.uses_ar:
             advantages = inputs["advantages"].unsqueeze(1) * self._token_weights(inputs)
@@ -353,7 +367,7 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
     def _trainable_tokens(self, inputs: dict) -> Tensor:
         """(B, T) bool: tokens that carry a gradient in this micro-step."""
         trainable = valid_tokens(inputs).bool()
-        if self.args.uses_lopti:
+        if self.args.uses_lopti and not self._lacks_old_logps(inputs):
             low = inputs["low_prob_mask"]
             trainable = trainable & (low if self._micro_step().phase == "low" else ~low)
         if self.args.prob_band is not None:
@@ -385,9 +399,9 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
         if project:
             model = only_where(gate, model)
         logps, entropies, aux_loss = score(model, *args, **kwargs)
-        self._scored = Scored(gate, logps.detach(), entropies.detach())
         if self._late_inputs is not None:
-            self._weigh_late(self._late_inputs, gate, logps.detach())
+            gate = self._take_old_logps(self._late_inputs, gate, logps.detach())
+        self._scored = Scored(gate, logps.detach(), entropies.detach())
         # [Lopti] the value stays, the gradient goes: ratios, clipping, KL and normalisers of every
         # loss type are untouched, so that the phases' gradients add up to the whole one
         frozen = (
@@ -399,12 +413,28 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
             aux_loss = aux_loss.detach()  # the router's loss has no tokens to split: it acts once
         return logps, entropies, aux_loss
 
-    def _weigh_late(self, inputs: dict, gate: Tensor, logps: Tensor):
-        """Give the loss that is being computed its (B, T) advantages [AR]."""
+    def _lacks_old_logps(self, inputs: dict) -> bool:
+        """Whether the forward pass of this micro-step is the one that gives pi_old."""
+        return self._reads_update and "old_per_token_logps" not in inputs
+
+    def _take_old_logps(self, inputs: dict, valid: Tensor, logps: Tensor) -> Tensor:
+        """Weights [AR] and gate [Lopti] of the loss that is being computed, from its log pi_old."""
         self._late_inputs = None
         weights = ar_weights(logps.exp(), self.args.ar_alpha)
         inputs["advantages"] = inputs["advantages"].unsqueeze(1) * weights
-        self._log("ar/weight_mean", self._mean(weights, gate))
+        low, gate = torch.zeros_like(valid), valid
+        if self.args.uses_lopti:
+            low = self._rollout_scores.add(inputs["row"], valid, logps, self.args.lopti_eta)
+            gate = low if self._micro_step().phase == LOW else valid & ~low
+        self._old_sums += torch.stack([(weights * valid).sum(), low.sum(), valid.sum()]).float()
+        if (self._step + 1) % self.args.gradient_accumulation_steps == 0:
+            weight_sum, num_low, num_tokens = self.accelerator.reduce(self._old_sums).tolist()
+            self._old_sums = 0.0
+            if self.args.uses_ar:
+                self._log("ar/weight_mean", weight_sum / max(num_tokens, 1))
+            if self.args.uses_lopti:
+                self._log("lopti/low_fraction", num_low / max(num_tokens, 1))
+        return gate
 
     @property
     def _is_second_phase(self) -> bool:

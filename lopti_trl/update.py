@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trl.trainer import utils as trl_utils
 
+from lopti_trl.phases import low_prob_mask
+
 PACKABLE = ("flash_attention_2", "flash_attention_3", "sdpa", "eager")
 
 
@@ -161,6 +163,37 @@ def take(rows: dict, layout: Layout, trim: bool, height: int = 1) -> dict:
     batch["position_offset"] = rows["prompt_ids"].size(1) - prompt_width
     batch["completion_mask"] *= torch.arange(width, device=device) < lengths[:, None]
     return batch
+
+
+class RolloutScores:
+    """pi_old of a rollout batch, gathered from the micro-batches of its first optimizer step.
+
+    The slices of the rollout buffer then have `old_per_token_logps` and `low_prob_mask` (B, T), as
+    from a pass of its own. Rows that the step skips keep zeros: no later phase has them either.
+    """
+
+    def __init__(self, slices: list[dict]):  # of the rollout buffer, in order
+        sizes = [len(piece["completion_ids"]) for piece in slices]
+        ids = torch.cat([piece["completion_ids"] for piece in slices])
+        self.logps = torch.zeros_like(ids, dtype=torch.float)  # (R, T)
+        self.low = torch.zeros_like(ids, dtype=torch.bool)
+        views = zip(slices, self.logps.split(sizes), self.low.split(sizes), strict=True)
+        for piece, logps, low in views:
+            piece |= {"old_per_token_logps": logps, "low_prob_mask": low}
+
+    def add(
+        self,
+        rows: Tensor,  # (B,), of R
+        valid: Tensor,  # (B, T') bool: tokens of these rows; T' may be cut
+        logps: Tensor,  # (B, T')
+        eta: float,
+    ) -> Tensor:  # (B, T') bool
+        """Keep a micro-batch's log pi_old; returns its low-probability tokens [Lopti]."""
+        low = low_prob_mask(logps, valid, eta)
+        row, column = valid.nonzero(as_tuple=True)
+        place = rows[row], column
+        self.logps[place], self.low[place] = logps[valid].float(), low[valid]
+        return low
 
 
 @contextmanager

@@ -187,20 +187,63 @@ def test_tricks_keep_the_gradient_of_every_method(make_trainer, loss_type, metho
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{}, {"beta": 0.04}, {"importance_sampling_level": "sequence"}, {"tricks": None}],
+    "method",
+    [
+        {"ar_alpha": 0.3},
+        {"ar_alpha": 0.3, "tricks": None},
+        {"lopti_eta": ETA, "tricks": None},
+        {"ar_alpha": 0.3, "lopti_eta": ETA, "lopti_order": "high_first", "tricks": None},
+    ],
     ids=str,
 )
+@pytest.mark.parametrize(
+    "fields", [{}, {"beta": 0.04}, {"importance_sampling_level": "sequence"}], ids=str
+)
 @pytest.mark.parametrize("loss_type", dapo_first(LOSS_TYPES))
-def test_ar_reads_pi_old_off_the_update_where_one_step_takes_the_rollouts(
-    make_trainer, loss_type, fields
+def test_pi_old_is_read_off_the_update_where_one_step_takes_the_rollouts(
+    make_trainer, loss_type, fields, method
 ):
-    aligned = {"ar_alpha": 0.3, "steps_per_generation": 2, "loss_type": loss_type} | fields
+    aligned = {"steps_per_generation": 2, "loss_type": loss_type} | fields | method
     by_a_pass_of_its_own = gradients(make_trainer, diagnostics=True, **aligned)
     ours = gradients(make_trainer, diagnostics=False, **aligned)
     assert_same_gradients(ours, by_a_pass_of_its_own, 5e-6 if loss_type == "vespo" else 1e-6)
-    plain = gradients(make_trainer, **aligned | {"ar_alpha": 0.0})
-    assert not torch.allclose(ours[0], plain[0], rtol=1e-3)
+    if "ar_alpha" in method:
+        plain = gradients(make_trainer, diagnostics=False, **aligned | {"ar_alpha": 0.0})
+        assert not torch.allclose(ours[0], plain[0], rtol=1e-3)
+
+
+def test_pi_old_of_the_first_phase_is_that_of_a_pass_of_its_own(make_trainer):
+    """With moving parameters: the second phase gets what the first one kept."""
+    fields = {"gradient_accumulation_steps": 2, "max_completion_length": 24, "max_steps": 4}
+    runs = []
+    for diagnostics in (True, False):
+        trainer = make_trainer(
+            tricks=None, diagnostics=diagnostics, lopti_eta=ETA, ar_alpha=0.3, optim="sgd", **fields
+        )
+        trainer.train()
+        runs.append((trainer, concatenate(trainer._buffered_inputs)))
+    (before, expected), (ours, rows) = runs
+    trained = expected["completion_mask"].bool() & (expected["advantages"] != 0)[:, None]
+    assert 0 < expected["low_prob_mask"].sum() < trained.sum()
+    for name in ("old_per_token_logps", "low_prob_mask"):
+        torch.testing.assert_close(
+            rows[name][trained], expected[name][trained], rtol=0, atol=1e-6, check_dtype=False
+        )
+    for a, b in zip(ours.model.parameters(), before.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    for name in (
+        "lopti/low_fraction",
+        "ar/weight_mean",
+        "lopti/low/grad_norm",
+        "lopti/low/entropy",
+        "lopti/high/ratio_mean",
+        "reward",
+    ):
+        values = [
+            [row[name] for row in trainer.state.log_history if name in row]
+            for trainer in (ours, before)
+        ]
+        assert values[0] == pytest.approx(values[1], abs=1e-5), name
 
 
 @pytest.mark.parametrize(
@@ -208,13 +251,15 @@ def test_ar_reads_pi_old_off_the_update_where_one_step_takes_the_rollouts(
     [
         ({"steps_per_generation": 2}, 2),  # forward passes of the two micro-batches
         ({"steps_per_generation": 2, "diagnostics": True}, 2 + 2 + 1 + 1),  # pi_old, a row twice
-        ({"steps_per_generation": 2, "lopti_eta": ETA}, 2 * (2 + 1)),
+        ({"steps_per_generation": 2, "lopti_eta": ETA}, 2 * (2 + 1)),  # without a layout
+        ({"steps_per_generation": 2, "lopti_eta": ETA, "tricks": None}, 2 * 2),
+        ({"steps_per_generation": 4, "lopti_eta": ETA, "tricks": None}, 4 * (2 + 1)),
         ({"steps_per_generation": 4}, 4 + 4),  # the second step needs the rollout's pi_old
         ({"steps_per_generation": 2, "num_iterations": 2}, 2 * 2 + 2),
     ],
     ids=str,
 )
-def test_ar_makes_no_pass_more_than_grpo_where_it_reads_the_updates(make_trainer, fields, passes):
+def test_no_pass_is_made_for_what_the_update_gives(make_trainer, fields, passes):
     options = {"ar_alpha": 0.3, "diagnostics": False, "gradient_accumulation_steps": 2} | fields
     trainer = make_trainer(max_completion_length=24, **options)
     count = 0
