@@ -67,6 +67,12 @@ CASES = {
         "lopti_eta": 0.02,
         **TWO_MICRO_STEPS,
     },
+    "update tricks, pi_old off the update": {
+        "tricks": True,
+        "diagnostics": False,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 2,
+    },
     "DIW": {**DIW, **TWO_MICRO_STEPS},
     "DIW, warm-up over": {**DIW_WARMUP, "diw_warmup_steps": 5},
     "DIW, warm-up going on": {**DIW_WARMUP, "diw_warmup_steps": 99},

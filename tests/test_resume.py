@@ -17,6 +17,15 @@ METHODS = {
     "grpo_num_iterations": {"num_iterations": 2, "beta": 0.04},
     "lopti_batch": {"lopti_eta": 0.5, "ar_alpha": 0.3},
     "lopti_minibatch": {"lopti_quantile": 0.5, "lopti_schedule": "minibatch"},
+    "pi_old_off_the_update": {
+        "lopti_eta": 0.5,
+        "ar_alpha": 0.3,
+        "diagnostics": False,
+        "tricks": None,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "steps_per_generation": 4,
+    },
     "accumulation": {
         "lopti_eta": 0.5,
         "prob_band": [0.0, 0.9],
