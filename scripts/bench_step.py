@@ -26,11 +26,15 @@ from transformers import AutoTokenizer, PrinterCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from lopti_trl import LoptiGRPOConfig, LoptiGRPOTrainer
+from lopti_trl.config import TRICKS
 from lopti_trl.train import PACKAGE, TINY_MODEL
 
 CASES = {
     "stock": None,
-    "GRPO": {f"update_{name}": True for name in ("trim", "balance", "skip", "cut", "project")},
+    "GRPO": {
+        **{f"update_{name}": True for name in TRICKS},
+        "generation_skip_finished": True,
+    },
     "AR": {"ar_alpha": 0.3},
     # a random model's tokens are all rare: a quantile splits them as eta does a real model's
     "Lopti": {"lopti_quantile": 0.4},

@@ -1,0 +1,156 @@
+"""Every claim of docs/study tested, from what sweep and analyze wrote: tables in Markdown.
+
+python scripts/study_claims.py outputs/study_analysis/analysis
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+from lopti_trl.compare import interval, paired
+from lopti_trl.report import load_run
+from lopti_trl.sweep import load_sweep, results
+
+STUDY = Path(__file__).parent.parent / "docs" / "study"
+LOWEST, HIGHEST = "0-0.25", "0.75-1"
+
+
+def show(title: str, table: pd.DataFrame) -> None:
+    lines = [f"\n**{title}**\n", "| " + " | ".join(table.columns) + " |"]
+    lines += ["|---" * len(table.columns) + "|"]
+    for row in table.itertuples(index=False):
+        cells = (f"{value:.3g}" if isinstance(value, float) else str(value) for value in row)
+        lines.append("| " + " | ".join(cells) + " |")
+    print("\n".join(lines))
+
+
+def difference(claim: str, ours: dict, theirs: dict) -> dict:
+    """A row: means of both, their paired difference, its interval, effect size and p."""
+    test = paired(ours, theirs)
+    _, std, *_ = interval([ours[key] - theirs[key] for key in ours.keys() & theirs.keys()])
+    return {
+        "claim": claim,
+        "first": interval(list(ours.values()))[0],
+        "second": interval(list(theirs.values()))[0],
+        "difference [95 %]": f"{test['difference']:+.3g} [{test['low']:.3g}, {test['high']:.3g}]",
+        "effect size d": test["difference"] / std if std else float("nan"),
+        "p": test["p"],
+        "pairs": test["pairs"],
+    }
+
+
+def of_analysis(folder: Path) -> None:
+    frame = pd.read_parquet(folder / "analysis.parquet")
+    facts = json.loads((folder / "analysis.json").read_text())
+
+    def values(figure: str, series: str, x: str) -> dict[int, float]:
+        chosen = frame[(frame["figure"] == figure) & (frame["series"] == series)]
+        chosen = chosen[chosen["x"] == x]
+        return dict(zip(chosen["batch"], chosen["value"], strict=True))
+
+    def moved(trained: str) -> dict[int, float]:
+        """Mean |change| over all tokens, from the bands' means and their shares."""
+        parts = [
+            (values("tokens", "share", band), values("change size", trained, band))
+            for band in facts["bands"]
+        ]
+        return {
+            batch: sum(share[batch] * size.get(batch, 0.0) for share, size in parts)
+            for batch in parts[0][0]
+        }
+
+    rows = [
+        difference(
+            "1 d: gradient norm, lowest band - highest band",
+            values("gradient norm", "norm", LOWEST),
+            values("gradient norm", "norm", HIGHEST),
+        ),
+        difference(
+            "1 b: mean size of the advantage, lowest band - highest band",
+            values("advantage", "mean size", LOWEST),
+            values("advantage", "mean size", HIGHEST),
+        ),
+        difference(
+            "1 e, f: mean change of a token's probability, lowest trained - highest trained",
+            moved(LOWEST),
+            moved(HIGHEST),
+        ),
+    ]
+    for method in ("AR", "Lopti", "AR + Lopti"):
+        for control in ("GRPO", "GRPO, two steps"):
+            rows.append(
+                difference(
+                    f"3: share of highest-band tokens with A > 0 that rise, {method} - {control}",
+                    values("rose", method, HIGHEST),
+                    values("rose", control, HIGHEST),
+                )
+            )
+    show("One update from the same state and rollouts (pairs: rollout batches)", pd.DataFrame(rows))
+    rose = frame[frame["figure"] == "rose"].pivot_table(
+        index="series", columns="x", values="value", aggfunc="mean", sort=False
+    )
+    show("Figure 3 in numbers: share that rose, by band", rose.reset_index())
+    norms = frame[frame["figure"] == "gradient norm"].groupby("x", sort=False)["value"]
+    table = pd.DataFrame({"mean": norms.mean(), "std": norms.std()}).reset_index()
+    show("Figure 1 d in numbers: gradient norm", table)
+    words = [
+        {"class": name, "per 1,000 tokens": entry["per_1000_tokens"], **entry["r"]}
+        for name, entry in facts["language"].items()
+        if entry["r"]
+    ]
+    if words:
+        show("Figure 5: words and reward, Pearson r with 95 % interval", pd.DataFrame(words))
+
+
+def of_sweep(file: Path, controls: list[str], metrics: list[str]) -> None:
+    sweep = load_sweep(file)
+    table = results(sweep)
+
+    def values(method: str, metric: str) -> dict[int, float]:
+        chosen = table[(table["method"] == method) & (table["metric"] == metric)]
+        return dict(zip(chosen["seed"], chosen["value"], strict=True))
+
+    means = table[table["metric"].isin(metrics)].groupby(["method", "metric"], sort=False)["value"]
+    text = means.agg(lambda v: f"{v.mean():.3f} +- {v.std():.3f} ({len(v)})").unstack()
+    show(
+        f"{file.stem}: mean +- standard deviation (seeds)",
+        text.reindex(index=list(sweep.methods), columns=metrics).reset_index(),
+    )
+    rows = [
+        difference(f"{metric}, {method} - {control}", values(method, metric), baseline)
+        for control in controls
+        for metric in metrics
+        for method in sweep.methods
+        if method != control and (baseline := values(control, metric))
+    ]
+    show(f"{file.stem}: paired by seed", pd.DataFrame(rows))
+
+
+def of_training(file: Path) -> None:
+    """Figure 3 during training: mean of prob/rose over the rollout batches of a run."""
+    sweep, rows = load_sweep(file), []
+    rose = {method: {} for method in sweep.methods}
+    for method, seed in sweep.runs:
+        curve = load_run(sweep.folder(method, seed)).curve(f"prob/rose/{HIGHEST}")
+        if len(curve):
+            rose[method][seed] = float(curve.mean())
+    for method in sweep.methods:
+        if method != "GRPO" and rose[method]:
+            claim = f"share of highest-band tokens with A > 0 that rise, {method} - GRPO"
+            rows.append(difference(claim, rose[method], rose["GRPO"]))
+    show("Figure 3 over all of training (pairs: seeds)", pd.DataFrame(rows))
+
+
+def main(analysis: Path) -> None:
+    metrics = ["greedy after", "avg@4 after", "reward, last tenth"]
+    of_sweep(STUDY / "sweep.yaml", ["GRPO", "GRPO, two steps"], metrics)
+    of_training(STUDY / "sweep.yaml")
+    of_sweep(STUDY / "sensitivity.yaml", ["GRPO"], metrics)
+    of_sweep(STUDY / "diw.yaml", ["GRPO"], metrics)
+    of_analysis(analysis)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if sys.argv[1:] else "outputs/study_analysis/analysis"))
