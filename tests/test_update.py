@@ -197,7 +197,13 @@ def test_tricks_keep_the_gradient_of_every_method(make_trainer, loss_type, metho
     ids=str,
 )
 @pytest.mark.parametrize(
-    "fields", [{}, {"beta": 0.04}, {"importance_sampling_level": "sequence"}], ids=str
+    "fields",
+    [
+        {},
+        pytest.param({"beta": 0.04}, marks=pytest.mark.slow),
+        pytest.param({"importance_sampling_level": "sequence"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("loss_type", dapo_first(LOSS_TYPES))
 def test_pi_old_is_read_off_the_update_where_one_step_takes_the_rollouts(
