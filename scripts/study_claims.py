@@ -147,8 +147,8 @@ def main(analysis: Path) -> None:
     metrics = ["greedy after", "avg@4 after", "reward, last tenth"]
     of_sweep(STUDY / "sweep.yaml", ["GRPO", "GRPO, two steps"], metrics)
     of_training(STUDY / "sweep.yaml")
-    of_sweep(STUDY / "sensitivity.yaml", ["GRPO"], metrics)
-    of_sweep(STUDY / "diw.yaml", ["GRPO"], metrics)
+    of_sweep(STUDY / "ablations.yaml", ["GRPO", "Lopti, lopti_eta 0.5"], metrics)
+    of_sweep(STUDY / "diw.yaml", ["GRPO"], ["greedy after", "sampled after", "reward, last tenth"])
     of_analysis(analysis)
 
 
