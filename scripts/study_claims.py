@@ -15,6 +15,7 @@ from lopti_trl.sweep import load_sweep, results
 
 STUDY = Path(__file__).parent.parent / "docs" / "study"
 LOWEST, HIGHEST = "0-0.25", "0.75-1"
+AR, LOPTI, BOTH = "AR, ar_alpha 0.3", "Lopti, lopti_eta 0.5", "AR + Lopti"
 
 
 def show(title: str, table: pd.DataFrame) -> None:
@@ -28,12 +29,12 @@ def show(title: str, table: pd.DataFrame) -> None:
 
 def difference(claim: str, ours: dict, theirs: dict) -> dict:
     """A row: means of both, their paired difference, its interval, effect size and p."""
-    test = paired(ours, theirs)
-    _, std, *_ = interval([ours[key] - theirs[key] for key in ours.keys() & theirs.keys()])
+    test, both = paired(ours, theirs), ours.keys() & theirs.keys()
+    _, std, *_ = interval([ours[key] - theirs[key] for key in both])
     return {
         "claim": claim,
-        "first": interval(list(ours.values()))[0],
-        "second": interval(list(theirs.values()))[0],
+        "first": interval([ours[key] for key in both])[0],
+        "second": interval([theirs[key] for key in both])[0],
         "difference [95 %]": f"{test['difference']:+.3g} [{test['low']:.3g}, {test['high']:.3g}]",
         "effect size d": test["difference"] / std if std else float("nan"),
         "p": test["p"],
@@ -104,7 +105,8 @@ def of_analysis(folder: Path) -> None:
         show("Figure 5: words and reward, Pearson r with 95 % interval", pd.DataFrame(words))
 
 
-def of_sweep(file: Path, controls: list[str], metrics: list[str]) -> None:
+def of_sweep(file: Path, pairs: list[tuple[str, str]], metrics: list[str]) -> None:
+    """Means over seeds, and pairs of methods compared on the seeds that both have."""
     sweep = load_sweep(file)
     table = results(sweep)
 
@@ -119,11 +121,9 @@ def of_sweep(file: Path, controls: list[str], metrics: list[str]) -> None:
         text.reindex(index=list(sweep.methods), columns=metrics).reset_index(),
     )
     rows = [
-        difference(f"{metric}, {method} - {control}", values(method, metric), baseline)
-        for control in controls
+        difference(f"{metric}: {one} - {other}", values(one, metric), values(other, metric))
         for metric in metrics
-        for method in sweep.methods
-        if method != control and (baseline := values(control, metric))
+        for one, other in pairs
     ]
     show(f"{file.stem}: paired by seed", pd.DataFrame(rows))
 
@@ -145,10 +145,17 @@ def of_training(file: Path) -> None:
 
 def main(analysis: Path) -> None:
     metrics = ["greedy after", "avg@4 after", "reward, last tenth"]
-    of_sweep(STUDY / "sweep.yaml", ["GRPO", "GRPO, two steps"], metrics)
+    equal_data = [(method, "GRPO") for method in ("GRPO, two steps", AR, LOPTI, BOTH)]
+    equal_steps = [(method, "GRPO, two steps") for method in (LOPTI, BOTH)]
+    of_sweep(STUDY / "sweep.yaml", equal_data + equal_steps, metrics)
     of_training(STUDY / "sweep.yaml")
-    of_sweep(STUDY / "ablations.yaml", ["GRPO", "Lopti, lopti_eta 0.5"], metrics)
-    of_sweep(STUDY / "diw.yaml", ["GRPO"], ["greedy after", "sampled after", "reward, last tenth"])
+    pairs = [("Lopti, high first", LOPTI), ("rare tokens only", "GRPO")]
+    of_sweep(STUDY / "ablations.yaml", pairs, metrics)
+    pairs = [
+        ("DIW", "GRPO"),
+        *((f"DIW, {name}", "DIW") for name in ("static weights", "no reference", "fixed tau")),
+    ]
+    of_sweep(STUDY / "diw.yaml", pairs, ["greedy after", "sampled after", "reward, last tenth"])
     of_analysis(analysis)
 
 
