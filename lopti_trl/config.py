@@ -125,7 +125,7 @@ class LoptiGRPOConfig(DIWConfig, SamplingConfig):
         },
     )
     diagnostics_rows: float = field(
-        default=0.0625,
+        default=0.03125,
         metadata={
             "help": "Share, in [0, 1], of a rollout batch's rows that are scored before and after "
             "its update for prob/rose. 0 turns that off; 1 costs two forward passes."
@@ -278,7 +278,7 @@ class LoptiGRPOConfig(DIWConfig, SamplingConfig):
         if not 0 <= self.diagnostics_rows <= 1:
             raise ValueError(
                 f"diagnostics_rows={self.diagnostics_rows} is outside [0, 1]: it is a share of the "
-                "rows. Use 0 to turn prob/rose off, 0.0625 for one row in 16."
+                "rows. Use 0 to turn prob/rose off, 0.03125 for one row in 32."
             )
 
     def _check_phases(self):
