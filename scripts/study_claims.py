@@ -128,18 +128,16 @@ def of_sweep(file: Path, pairs: list[tuple[str, str]], metrics: list[str]) -> No
     show(f"{file.stem}: paired by seed", pd.DataFrame(rows))
 
 
-def of_training(file: Path) -> None:
+def of_training(file: Path, pairs: list[tuple[str, str]]) -> None:
     """Figure 3 during training: mean of prob/rose over the rollout batches of a run."""
-    sweep, rows = load_sweep(file), []
+    sweep = load_sweep(file)
     rose = {method: {} for method in sweep.methods}
     for method, seed in sweep.runs:
         curve = load_run(sweep.folder(method, seed)).curve(f"prob/rose/{HIGHEST}")
         if len(curve):
             rose[method][seed] = float(curve.mean())
-    for method in sweep.methods:
-        if method != "GRPO" and rose[method]:
-            claim = f"share of highest-band tokens with A > 0 that rise, {method} - GRPO"
-            rows.append(difference(claim, rose[method], rose["GRPO"]))
+    claim = "share of highest-band tokens with A > 0 that rise"
+    rows = [difference(f"{claim}: {one} - {other}", rose[one], rose[other]) for one, other in pairs]
     show("Figure 3 over all of training (pairs: seeds)", pd.DataFrame(rows))
 
 
@@ -148,7 +146,7 @@ def main(analysis: Path) -> None:
     equal_data = [(method, "GRPO") for method in ("GRPO, two steps", AR, LOPTI, BOTH)]
     equal_steps = [(method, "GRPO, two steps") for method in (LOPTI, BOTH)]
     of_sweep(STUDY / "sweep.yaml", equal_data + equal_steps, metrics)
-    of_training(STUDY / "sweep.yaml")
+    of_training(STUDY / "sweep.yaml", equal_data + equal_steps)
     pairs = [("Lopti, high first", LOPTI), ("rare tokens only", "GRPO")]
     of_sweep(STUDY / "ablations.yaml", pairs, metrics)
     pairs = [
