@@ -225,7 +225,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--memory_of", choices=CASES, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.quick:
-        args.repetitions, args.max_completion_length, args.width, args.rows = 1, 128, 128, 24
+        args.repetitions, args.max_completion_length, args.width, args.rows = 1, 96, 128, 16
     if args.memory_of:
         peak_memory(args.memory_of, args)
         return
