@@ -41,6 +41,15 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> dict[str, 
     return {"pairs": len(seeds), "difference": mean, "low": low, "high": high, "p": p}
 
 
+def markdown(table: pd.DataFrame, digits: int = 4) -> str:
+    """A table without its index as Markdown, floats with so many significant digits."""
+    lines = ["| " + " | ".join(table.columns) + " |", "|---" * len(table.columns) + "|"]
+    for row in table.itertuples(index=False):
+        cells = (f"{v:.{digits}g}" if isinstance(v, float) else str(v) for v in row)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def summarise(results: pd.DataFrame, baseline: str) -> pd.DataFrame:
     """From one row a run and metric (method, seed, metric, value) to one a method and metric.
 

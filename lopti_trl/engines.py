@@ -17,7 +17,7 @@ import torch
 from accelerate import PartialState
 from transformers import GenerationConfig
 
-from lopti_trl.generation import finished_rows_leave
+from lopti_trl.generation import eos_ids, finished_rows_leave
 
 
 class Sampling(NamedTuple):
@@ -83,9 +83,7 @@ def cut_after_eos(ids: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
 
 def end_ids(generation_config: GenerationConfig, tokenizer) -> list[int]:
     """Every token that ends a completion: of the model's generation_config and the tokenizer."""
-    ids = generation_config.eos_token_id
-    ids = [] if ids is None else [ids] if isinstance(ids, int) else ids
-    return sorted({*ids, tokenizer.eos_token_id})
+    return sorted({*eos_ids(generation_config), tokenizer.eos_token_id})
 
 
 class TransformersEngine:

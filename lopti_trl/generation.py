@@ -1,6 +1,6 @@
 """Generation by transformers: completions that have ended leave the model's forward pass.
 
-B = prompts of a call of `generate`, L = tokens so far, V = vocabulary.
+B = prompts of a call of `generate`.
 """
 
 from collections.abc import Iterator
@@ -13,6 +13,12 @@ from transformers.generation import GenerationMode
 
 EVERY = 8  # tokens between two looks: on a GPU each waits for the device
 _PLAIN = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
+
+
+def eos_ids(config: GenerationConfig) -> list[int]:
+    """Every token that ends a completion by this config, which may name one, several or none."""
+    ids = config.eos_token_id
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
 @contextmanager
@@ -28,7 +34,7 @@ def finished_rows_leave(model: GenerationMixin, config: GenerationConfig) -> Ite
     if not is_plain or config.prefill_chunk_size or model.config.get_text_config() != model.config:
         yield
         return
-    rows = _LiveRows(config.eos_token_id)
+    rows = _LiveRows(eos_ids(config))
     hooks = (
         model.register_forward_pre_hook(rows.select, with_kwargs=True),
         model.register_forward_hook(rows.spread),
@@ -43,18 +49,21 @@ def finished_rows_leave(model: GenerationMixin, config: GenerationConfig) -> Ite
 class _LiveRows:
     """Which of the B rows the cache holds, as forward hooks of one token after another."""
 
-    def __init__(self, eos_token_id: int | list[int] | None):
-        ids = [] if eos_token_id is None else eos_token_id
-        self.eos_ids = torch.tensor([ids] if isinstance(ids, int) else ids)
-        self.rows: torch.Tensor | None = None  # None: all
+    def __init__(self, eos_ids: list[int]):
+        self.eos_ids = torch.tensor(eos_ids)
+        self._begin()
+
+    def _begin(self):
+        """The prompts of a new call of `generate`."""
+        self.step = 0
+        self.rows: torch.Tensor | None = None  # those in the cache, of B; None: all
+        self.ended: torch.Tensor | None = None  # (B,) bool
 
     def select(self, model, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         ids = kwargs.get("input_ids")
         cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
         if ids is None or not _can_shrink(cache) or not cache.get_seq_length():
-            # the prompts of a new call
-            self.rows, self.step, self.ended = None, 0, None
-            return None
+            return self._begin()
         is_end = torch.isin(ids[:, -1], self.eos_ids.to(ids.device))
         self.ended = is_end if self.ended is None else self.ended | is_end
         self.step += 1

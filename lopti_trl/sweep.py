@@ -28,7 +28,7 @@ import pandas as pd
 import yaml
 from tqdm.auto import tqdm
 
-from lopti_trl.compare import summarise
+from lopti_trl.compare import markdown, summarise
 
 Options = dict[str, object]
 KEYS = ("config", "output_dir", "seeds", "methods", "jobs", "baseline", "options")
@@ -193,11 +193,7 @@ def write_tables(sweep: Sweep) -> Path:
     summary = summarise(table, sweep.baseline)
     table.to_parquet(sweep.output_dir / "runs.parquet")
     summary.to_parquet(sweep.output_dir / "results.parquet")
-    lines = ["| " + " | ".join(summary.columns) + " |", "|---" * len(summary.columns) + "|"]
-    for row in summary.itertuples(index=False):
-        cells = (f"{v:.4g}" if isinstance(v, float) else str(v) for v in row)
-        lines.append("| " + " | ".join(cells) + " |")
-    (sweep.output_dir / "results.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (sweep.output_dir / "results.md").write_text(markdown(summary), encoding="utf-8")
     return sweep.output_dir / "results.parquet"
 
 

@@ -155,14 +155,13 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
         """
         args = self.args
         needs_before = args.prob_band is not None or args.lopti_quantile is not None or args.diw
-        if needs_before or self._diagnostics:
+        if needs_before or self._diagnostics or not (args.uses_ar or args.uses_lopti):
             return False
-        if not args.uses_lopti:
-            return args.uses_ar and not self._has_old_logps
-        corrects_engine = self.use_vllm and args.vllm_importance_sampling_correction
-        is_one_step = args.steps_per_generation == args.gradient_accumulation_steps
-        is_laid_out = bool(self._tricks) and not self._is_vlm
-        return is_one_step and args.num_iterations == 1 and is_laid_out and not corrects_engine
+        with replaced(self, num_iterations=args.num_iterations):  # without the phases
+            if self._has_old_logps:
+                return False
+        # the second phase needs the rows' places, which the layout knows
+        return not args.uses_lopti or (bool(self._tricks) and not self._is_vlm)
 
     def _seed_engine(self):
         """Give this rollout batch its place in the sequence that `seed` starts.
@@ -369,10 +368,14 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
         trainable = valid_tokens(inputs).bool()
         if self.args.uses_lopti and not self._lacks_old_logps(inputs):
             low = inputs["low_prob_mask"]
-            trainable = trainable & (low if self._micro_step().phase == "low" else ~low)
+            trainable = trainable & self._of_phase(low)
         if self.args.prob_band is not None:
             trainable = trainable & inputs["prob_band_mask"]
         return trainable
+
+    def _of_phase(self, low: Tensor) -> Tensor:
+        """(B, T) bool: the low-probability tokens or the others, as the phase is [Lopti]."""
+        return low if self._micro_step().phase == LOW else ~low
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         score = super()._get_per_token_logps_and_entropies
@@ -425,7 +428,7 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
         low, gate = torch.zeros_like(valid), valid
         if self.args.uses_lopti:
             low = self._rollout_scores.add(inputs["row"], valid, logps, self.args.lopti_eta)
-            gate = low if self._micro_step().phase == LOW else valid & ~low
+            gate = valid & self._of_phase(low)
         self._old_sums += torch.stack([(weights * valid).sum(), low.sum(), valid.sum()]).float()
         if (self._step + 1) % self.args.gradient_accumulation_steps == 0:
             weight_sum, num_low, num_tokens = self.accelerator.reduce(self._old_sums).tolist()

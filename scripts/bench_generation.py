@@ -1,7 +1,7 @@
 """Time transformers' generation of a rollout batch as TRL runs it, with finished completions left
 out, and with transformers' continuous batching, in turn in one process; medians of ratios.
 
-    python scripts/bench_generation.py --repetitions 5
+    python scripts/bench_generation.py --continuous_batching
 """
 
 import argparse
@@ -18,6 +18,7 @@ from transformers import (
     GenerationConfig,
 )
 
+from lopti_trl.engines import Sampling
 from lopti_trl.generation import finished_rows_leave
 from lopti_trl.tasks.kk import load_puzzles
 from lopti_trl.train import model_path
@@ -52,10 +53,8 @@ def main() -> None:
     config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        max_new_tokens=args.max_completion_length,
-        do_sample=True,
-        top_k=0,
         disable_compile=True,
+        **Sampling(args.max_completion_length, temperature=1.0).transformers_kwargs(),
     )
 
     def stock() -> torch.Tensor:

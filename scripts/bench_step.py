@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from bench_update import make_model
+from bench_update import ON, make_model
 from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
@@ -26,15 +26,11 @@ from transformers import AutoTokenizer, PrinterCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from lopti_trl import LoptiGRPOConfig, LoptiGRPOTrainer
-from lopti_trl.config import TRICKS
 from lopti_trl.train import PACKAGE, TINY_MODEL
 
 CASES = {
     "stock": None,
-    "GRPO": {
-        **{f"update_{name}": True for name in TRICKS},
-        "generation_skip_finished": True,
-    },
+    "GRPO": ON | {"generation_skip_finished": True},
     "AR": {"ar_alpha": 0.3},
     # a random model's tokens are all rare: a quantile splits them as eta does a real model's
     "Lopti": {"lopti_quantile": 0.4},

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from lopti_trl.compare import interval, paired
+from lopti_trl.compare import interval, markdown, paired
 from lopti_trl.report import load_run
 from lopti_trl.sweep import load_sweep, results
 
@@ -19,12 +19,7 @@ AR, LOPTI, BOTH = "AR, ar_alpha 0.3", "Lopti, lopti_eta 0.5", "AR + Lopti"
 
 
 def show(title: str, table: pd.DataFrame) -> None:
-    lines = [f"\n**{title}**\n", "| " + " | ".join(table.columns) + " |"]
-    lines += ["|---" * len(table.columns) + "|"]
-    for row in table.itertuples(index=False):
-        cells = (f"{value:.3g}" if isinstance(value, float) else str(value) for value in row)
-        lines.append("| " + " | ".join(cells) + " |")
-    print("\n".join(lines))
+    print(f"\n**{title}**\n\n{markdown(table, digits=3)}", end="")
 
 
 def difference(claim: str, ours: dict, theirs: dict) -> dict:
@@ -43,6 +38,7 @@ def difference(claim: str, ours: dict, theirs: dict) -> dict:
 
 
 def of_analysis(folder: Path) -> None:
+    """Figures 1, 3 and 5 of one `analyze`, its rollout batches as pairs."""
     frame = pd.read_parquet(folder / "analysis.parquet")
     facts = json.loads((folder / "analysis.json").read_text())
 
@@ -79,15 +75,15 @@ def of_analysis(folder: Path) -> None:
             moved(HIGHEST),
         ),
     ]
-    for method in ("AR", "Lopti", "AR + Lopti"):
-        for control in ("GRPO", "GRPO, two steps"):
-            rows.append(
-                difference(
-                    f"3: share of highest-band tokens with A > 0 that rise, {method} - {control}",
-                    values("rose", method, HIGHEST),
-                    values("rose", control, HIGHEST),
-                )
-            )
+    rows += [
+        difference(
+            f"3: share of highest-band tokens with A > 0 that rise, {method} - {control}",
+            values("rose", method, HIGHEST),
+            values("rose", control, HIGHEST),
+        )
+        for method in ("AR", "Lopti", "AR + Lopti")
+        for control in ("GRPO", "GRPO, two steps")
+    ]
     show("One update from the same state and rollouts (pairs: rollout batches)", pd.DataFrame(rows))
     rose = frame[frame["figure"] == "rose"].pivot_table(
         index="series", columns="x", values="value", aggfunc="mean", sort=False
