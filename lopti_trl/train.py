@@ -462,6 +462,7 @@ def main(task: TaskArguments, args: LoptiGRPOConfig, model: ModelConfig) -> dict
     with its card, and reward_curve.png. Returns the content of metrics.json.
     """
     console = Console(quiet=args.process_index != 0)
+    config = run_config(task, args, model)  # as given: loading replaces kk-tiny by a private path
     tokenizer = load_tokenizer(model, args.trust_remote_code)
     train_set, test_set = load_datasets(task, tokenizer)
     eval_set = None
@@ -480,7 +481,7 @@ def main(task: TaskArguments, args: LoptiGRPOConfig, model: ModelConfig) -> dict
     metrics = output / "metrics.json"
     results = {
         "plan": asdict(plan),
-        "config": run_config(task, args, model),
+        "config": config,
         "evaluation": {},
         "versions": {name: importlib.metadata.version(name) for name in VERSIONED},
     }

@@ -134,6 +134,8 @@ def test_the_run_writes_metrics_model_card_and_curve(tiny_run, tmp_path):
     results = tiny_run("--max_steps", "8")
     output = tmp_path / "run"
     assert json.loads((output / "metrics.json").read_text()) == json.loads(json.dumps(results))
+    # as given, not this machine's path of what ships with the package
+    assert results["config"]["model_name_or_path"] == "kk-tiny"
     assert set(results["evaluation"]) == {"before", "after"}
     for moment in results["evaluation"].values():
         assert set(moment) == {"greedy", "sampled"}
