@@ -286,6 +286,8 @@ def main(backend: str, folder: Path, part: str):
         run_on_gloo(DistributedType.MULTI_CPU)
     results = PARTS[part](folder, backend)
     torch.save(results, folder / f"{backend}-{part}-rank{os.environ.get('RANK', 0)}.pt")
+    # as Trainer.end does: a thread of gloo that outlives the interpreter now and then aborts
+    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":
