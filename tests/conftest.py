@@ -1,6 +1,9 @@
 """A random tiny model, its tokenizer and a reward, shared by the trainer tests."""
 
+import gc
+
 import pytest
+import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
@@ -10,6 +13,15 @@ from lopti_trl import LoptiGRPOConfig, LoptiGRPOTrainer
 from lopti_trl.config import TRICKS
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
+
+torch.set_num_threads(1)  # with more, parallel workers wait on one another, and forks may hang
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports_are_no_garbage():
+    """Every `train` collects garbage: a quarter of a second of looking at imported modules."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
