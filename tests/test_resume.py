@@ -63,7 +63,12 @@ def logged(trainer) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize("method", METHODS)
+FAST = ("grpo_num_iterations", "lopti_batch", "pi_old_off_the_update")
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(m, marks=[pytest.mark.slow] * (m not in FAST)) for m in METHODS]
+)
 def test_resuming_from_any_step_ends_with_the_same_bits(make_trainer, method):
     fields = {**METHODS[method], **EVERY_STEP, "max_steps": STEPS}
     whole = make_trainer(**fields)

@@ -232,7 +232,11 @@ def test_the_tiny_model_and_its_tokenizer_survive_auto_classes():
 
 
 @pytest.mark.parametrize(
-    ("folder", "script"), [(ROOT, "scripts/train.py"), (ROOT / "scripts", "train.py")]
+    ("folder", "script"),
+    [
+        pytest.param(ROOT, "scripts/train.py", marks=pytest.mark.slow),
+        (ROOT / "scripts", "train.py"),
+    ],
 )
 def test_the_script_starts_from_the_root_and_from_scripts(folder, script):
     run = subprocess.run(
