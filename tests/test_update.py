@@ -7,6 +7,7 @@ import torch
 from conftest import PROMPTS, save_random_model
 from peft import LoraConfig
 from transformers import TrainerCallback
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, Qwen2RotaryEmbedding
 from trl import GRPOTrainer
 
 from lopti_trl import LoptiGRPOTrainer
@@ -101,17 +102,24 @@ def test_layout_skips_cuts_and_balances_by_hand():
 class Gradients(TrainerCallback):
     """Keeps the gradient of every optimizer step."""
 
-    def __init__(self):
+    def __init__(self, without: str):
         self.steps = []
+        self.without = without
 
     def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        grads = [
+            p.grad
+            for name, p in model.named_parameters()
+            if p.grad is not None and name != self.without
+        ]
         self.steps.append(torch.cat([g.flatten() for g in grads]).clone())
 
 
-def gradients(make_trainer, trainer_class=LoptiGRPOTrainer, **fields) -> list[torch.Tensor]:
+def gradients(
+    make_trainer, trainer_class=LoptiGRPOTrainer, double=False, without="", **fields
+) -> list[torch.Tensor]:
     """Gradient of every optimizer step of two rollout batches, at fixed parameters."""
-    callback = Gradients()
+    callback = Gradients(without)
     trainer = make_trainer(
         trainer_class,
         callbacks=[callback],
@@ -131,6 +139,9 @@ def gradients(make_trainer, trainer_class=LoptiGRPOTrainer, **fields) -> list[to
     trainer.reward_funcs = [
         lambda completion_ids, **kwargs: [ids[0] % 3 == 0 for ids in completion_ids]
     ]
+    if double:
+        for model in filter(None, (trainer.model, trainer.ref_model)):
+            model.double()
     trainer.train()
     zero_std = [r["frac_reward_zero_std"] for r in trainer.state.log_history if "reward" in r]
     assert 0 < sum(zero_std) < len(zero_std)
@@ -156,6 +167,43 @@ def test_every_exact_trick_at_once_keeps_grpos_gradient(make_trainer, loss_type,
     bound = 5e-6 if loss_type == "vespo" else 1e-6
     ours = gradients(make_trainer, loss_type=loss_type, **tricks, **fields)
     assert_same_gradients(ours, stock, bound)
+
+
+@pytest.fixture
+def in_double(monkeypatch):
+    """Qwen2 that takes norms and angles in the precision of its weights, not in float32."""
+
+    def norm(self, x):
+        return torch.nn.functional.rms_norm(
+            x, self.weight.shape, self.weight, self.variance_epsilon
+        )
+
+    def rope(self, x, position_ids):
+        angles = position_ids[..., None].to(x.dtype) * self.inv_freq.to(x.dtype)
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+    monkeypatch.setattr(Qwen2RMSNorm, "forward", norm)
+    monkeypatch.setattr(Qwen2RotaryEmbedding, "forward", rope)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize("method", [{}, {"lopti_eta": ETA, "ar_alpha": 0.3}], ids=str)
+@pytest.mark.parametrize("loss_type", dapo_first(LOSS_TYPES))
+def test_what_differs_is_rounding(make_trainer, in_double, loss_type, method, beta):
+    """In double precision nothing does, but for TRL's head, which computes in float32 always."""
+    fields = {"loss_type": loss_type, "beta": beta, "double": True, "without": "lm_head.weight"}
+    stock = gradients(make_trainer, LoptiGRPOTrainer if method else GRPOTrainer, **fields, **method)
+    inexact = make_trainer(loss_type=loss_type, beta=beta).args.inexact_tricks()
+    tricks = {f"update_{name}": name not in inexact for name in TRICKS}
+    for change, bound in (
+        ({"update_project": False}, 1e-13),
+        ({"update_project": False, "update_padding_free": True}, 1e-13),
+        ({}, 1e-7),  # the head's matrices have other shapes, hence another rounding
+    ):
+        ours = gradients(make_trainer, **tricks | change, **fields, **method)
+        assert ours[0].dtype == torch.double
+        assert_same_gradients(ours, stock, bound)
 
 
 @pytest.mark.parametrize("trick", TRICKS)
