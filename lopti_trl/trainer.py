@@ -2,22 +2,19 @@
 
 import copy
 import functools
-import inspect
 import textwrap
 from collections import defaultdict
 from contextlib import nullcontext
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import set_seed
 
 from lopti_trl.config import LoptiGRPOConfig
 from lopti_trl.diagnostics import Diagnostics
 from lopti_trl.diw import DIWTrainer
-from lopti_trl.engines import hash_seed, replaced
-from lopti_trl.generation import finished_rows_leave
+from lopti_trl.engines import replaced
+from lopti_trl.lean import LeanGRPOTrainer
 from lopti_trl.phases import (
     LOW,
     MicroStep,
@@ -26,22 +23,18 @@ from lopti_trl.phases import (
     prob_band_mask,
     prob_quantile,
 )
+from lopti_trl.rollout import EngineGRPOTrainer
 from lopti_trl.sampling import SampledGRPOTrainer
 from lopti_trl.update import (
-    Layout,
     RolloutScores,
     at_positions,
-    base_model,
     check_padding_free,
     concatenate,
-    lay_out,
     only_where,
     padding_free,
     score_by_length,
-    take,
     valid_tokens,
 )
-from lopti_trl.vllm import SERVE, SharedFailure, require_vllm, server_url
 from lopti_trl.weights import ar_weights
 
 # loss types that average over the rows of a micro-batch
@@ -58,7 +51,7 @@ class Scored(NamedTuple):
     entropies: Tensor
 
 
-class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
+class LoptiGRPOTrainer(EngineGRPOTrainer, LeanGRPOTrainer, DIWTrainer, SampledGRPOTrainer):
     """`trl.GRPOTrainer` with Advantage Reweighting [AR], Lopti, probability bands and [DIW].
 
     Takes the arguments of `GRPOTrainer`; `args` is a `LoptiGRPOConfig` (a plain `GRPOConfig` means
@@ -87,8 +80,6 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
     }
 
     def __init__(self, model, reward_funcs=None, args=None, *others, **kwargs):
-        if args is not None:
-            require_vllm(args)
         super().__init__(model, reward_funcs, args, *others, **kwargs)
         if not isinstance(self.args, LoptiGRPOConfig):
             self.args = copy.copy(self.args)  # the caller's object stays a GRPOConfig
@@ -109,14 +100,11 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
             self.add_callback(self._diagnostics)
         if self.args.uses_lopti:
             self.num_iterations *= 2  # two phases an iteration [Lopti]
-        if self.use_vllm and self.vllm_mode == "server" and self.accelerator.is_main_process:
-            self.vllm_generation.vllm_client = SharedFailure(self.vllm_generation.vllm_client)
 
     # Rollout: once per rollout batch
 
     def _generate_and_score_completions(self, inputs):
-        if self.use_vllm and self.vllm_mode == "colocate" and self.model.training:
-            self._seed_engine()
+        self._seed_engine()
         if self.model.training and self.args.dynamic_sampling_rounds:
             inputs = self._replace_flat_groups(inputs)
         if not (self.model.training and (self.args.uses_token_probs or self._diagnostics)):
@@ -162,50 +150,6 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
                 return False
         # the second phase needs the rows' places, which the layout knows
         return not args.uses_lopti or (bool(self._tricks) and not self._is_vlm)
-
-    def _seed_engine(self):
-        """Give this rollout batch its place in the sequence that `seed` starts.
-
-        A colocated engine draws from the random state of this process, which it set to a constant
-        when it was built. The processes of one engine must draw alike.
-        """
-        rollout_batch = self._step // self._steps_per_rollout
-        engine = self.accelerator.process_index // self.vllm_tensor_parallel_size
-        set_seed(hash_seed(self.args.seed, rollout_batch, engine))
-
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        skips = self.args.skips_finished and not self.use_vllm
-        model = base_model(self.model)
-        with finished_rows_leave(model, self.generation_config) if skips else nullcontext():
-            completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        if len(completion_ids) < len(prompt_ids):
-            self._end_without_server()
-        return completion_ids, logprobs
-
-    def _end_without_server(self):
-        """Save what was learnt, on every process, and say why the run ends.
-
-        Just after an epoch's end the checkpoint is not exact: the new epoch has drawn a number.
-        """
-        folder = Path(self._get_output_dir(None)) / f"checkpoint-{self.state.global_step}"
-        # a checkpoint is of whole optimizer steps; one that is there already is of this one
-        is_whole = self._step == self.state.global_step * self.args.gradient_accumulation_steps
-        if self.is_in_train and self.state.global_step and is_whole and not folder.is_dir():
-            self._save_checkpoint(self.model, None)
-        client = getattr(self.vllm_generation, "vllm_client", None)  # the first process has it
-        raise ConnectionError(
-            f"The vLLM server at {server_url(self.args)} failed, retries included, at optimizer "
-            f"step {self.state.global_step}; checkpoints are in {folder.parent}. Start it anew "
-            f"({SERVE}) and go on with --resume_from_checkpoint auto."
-        ) from (client and client.failure)
-
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        try:
-            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        except Exception as error:
-            functions = ", ".join(self.reward_func_names)
-            error.add_note(f"Raised while {functions} scored {len(completions)} completions.")
-            raise
 
     def _memberships(self, rollout: dict) -> dict[str, Tensor]:
         """Token sets that stay fixed over every pass of a rollout batch, (B, T) bool each."""
@@ -266,66 +210,6 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
                 self._micro_batches = self._lay_out(rows)
             inputs = self._micro_batches[position]
         return inputs
-
-    @functools.cached_property
-    def _tricks(self) -> frozenset[str]:
-        """The update_ options in force."""
-        tricks = self.args.update_tricks
-        if self.aux_loss_enabled:  # a mean over the tokens of the micro-batch
-            tricks -= {"balance", "skip", "cut"}
-        if "position_ids" not in inspect.signature(base_model(self.model).forward).parameters:
-            tricks -= {"trim"}  # a recurrent model sees the padding on the left
-        return tricks
-
-    def _lay_out(self, rows: dict) -> list[dict]:
-        """The micro-batches of an optimizer step over these rows."""
-        trainable = self._trainable_tokens(rows)
-        layouts = lay_out(
-            rows["prompt_mask"],
-            rows["completion_mask"],
-            trainable,
-            (rows["advantages"] == 0) & (self.beta == 0),
-            self.args.gradient_accumulation_steps,
-            balance="balance" in self._tricks,
-            skip="skip" in self._tricks,
-            cut="cut" in self._tricks,
-        )
-        num_rows = self._log_savings(rows, trainable, layouts)
-        heights = torch.tensor([len(layout.rows) for layout in layouts], device=trainable.device)
-        heights = self.accelerator.gather(heights).view(-1, len(layouts)).amax(0).clamp(min=1)
-        return [
-            take(rows, layout, "trim" in self._tricks, height)
-            | {
-                # TRL takes a mean over the rows it is given
-                "row_share": height / self.args.per_device_train_batch_size,
-                "is_empty": not count,
-            }
-            for layout, count, height in zip(layouts, num_rows, heights.tolist(), strict=True)
-        ]
-
-    def _log_savings(self, rows: dict, trainable: Tensor, layouts: list[Layout]) -> list[float]:
-        """Log what the layout saves. Returns the rows in each micro-batch, of all processes."""
-        valid = valid_tokens(rows)
-        scored = trainable if "project" in self._tricks else valid
-        sums = [
-            *(len(layout.rows) for layout in layouts),
-            len(valid),
-            sum(
-                layout.num_useful if "padding_free" in self._tricks else layout.num_tokens
-                for layout in layouts
-            ),
-            sum(layout.num_useful for layout in layouts),
-            sum(scored[layout.rows].sum() for layout in layouts),
-            valid.sum(),
-        ]
-        sums = torch.tensor(sums, dtype=torch.float, device=valid.device)
-        *num_rows, total, computed, useful, projected, valid = self.accelerator.reduce(
-            sums
-        ).tolist()
-        self._log("update/rows_skipped", 1 - sum(num_rows) / total)
-        self._log("update/padding_fraction", 1 - useful / max(computed, 1))
-        self._log("update/tokens_projected", projected / max(valid, 1))
-        return num_rows
 
     def training_step(self, model, inputs, num_items_in_batch):
         # a count, not a mean: the latest value stands, as for TRL's num_tokens
@@ -453,23 +337,30 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
             self._log(f"lopti/{phase}/grad_norm", grad_norm)
         return grad_norm
 
+    def _ratio(self, inputs: dict, logps: Tensor, old_logps: Tensor) -> Tensor:
+        """pi / pi_old as the loss takes it: (B, T), or (B, 1) of whole sequences."""
+        log_ratio = logps - old_logps
+        if self.args.importance_sampling_level == "sequence":
+            mask = valid_tokens(inputs)
+            log_ratio = (log_ratio * mask).sum(1, keepdim=True)
+            log_ratio = log_ratio / mask.sum(1, keepdim=True).clamp(min=1)
+        return log_ratio.exp()
+
+    def _is_clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        """(B, T) bool: outside the clip range, on the side where the gradient ends."""
+        lowest, highest = 1 - self.epsilon_low, 1 + self.epsilon_high
+        if self.loss_type == "cispo":  # TRL caps the ratio itself, from above only
+            lowest, highest = 0.0, self.epsilon_high
+        return ((ratio < lowest) & (advantages < 0)) | ((ratio > highest) & (advantages > 0))
+
     def _log_scored(self, inputs: dict, loss: Tensor):
         """Log this micro-step's phase: loss, and ratio, clipping and entropy of its own tokens."""
         in_phase, logps, entropies = self._scored
         # TRL's loss must not see pi_old where TRL would not compute it
         old_logps = inputs.get("old_per_token_logps", inputs.get("rollout_logps", logps))
-        log_ratio = logps - old_logps
-        if self.args.importance_sampling_level == "sequence":
-            mask = valid_tokens(inputs)
-            log_ratio = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(
-                min=1
-            )
-        ratio = log_ratio.exp()
-        lowest, highest = 1 - self.epsilon_low, 1 + self.epsilon_high
-        if self.loss_type == "cispo":  # TRL caps the ratio itself, from above only
-            lowest, highest = 0.0, self.epsilon_high
+        ratio = self._ratio(inputs, logps, old_logps)
         advantages = inputs["advantages"].reshape(len(ratio), -1)
-        clipped = ((ratio < lowest) & (advantages < 0)) | ((ratio > highest) & (advantages > 0))
+        clipped = self._is_clipped(ratio, advantages)
         if self._diagnostics:
             trained = in_phase & (advantages != 0)
             has_clipping = self.loss_type in _CLIPPED_LOSS_TYPES
@@ -493,12 +384,3 @@ class LoptiGRPOTrainer(DIWTrainer, SampledGRPOTrainer):
             self._log(f"{prefix}/entropy", entropy)
             if self.loss_type in _CLIPPED_LOSS_TYPES:
                 self._log(f"{prefix}/clip_ratio", clip_ratio)
-
-    def _mean(self, values: Tensor, mask: Tensor) -> float:
-        """Mean of (B, T) values over the valid tokens of all processes."""
-        sums = torch.stack([(values * mask).sum().float(), mask.sum().float()])
-        total, count = self.accelerator.reduce(sums).tolist()
-        return total / max(count, 1)
-
-    def _log(self, name: str, value: Tensor | float):
-        self._metrics["train"][name].append(float(value))
