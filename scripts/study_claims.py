@@ -143,7 +143,10 @@ def main(analysis: Path) -> None:
     equal_steps = [(method, "GRPO, two steps") for method in (LOPTI, BOTH)]
     of_sweep(STUDY / "sweep.yaml", equal_data + equal_steps, metrics)
     of_training(STUDY / "sweep.yaml", equal_data + equal_steps)
+    swept = [f"AR, ar_alpha {alpha}" for alpha in (0.1, 0.3, 0.6)]
+    swept += [f"Lopti, lopti_eta {eta}" for eta in (0.3, 0.5, 0.7)]
     pairs = [("Lopti, high first", LOPTI), ("rare tokens only", "GRPO")]
+    pairs += [(method, "GRPO") for method in swept]
     of_sweep(STUDY / "ablations.yaml", pairs, metrics)
     pairs = [
         ("DIW", "GRPO"),
