@@ -87,23 +87,29 @@ def test_each_completion_belongs_to_its_prompt(make_trainer):
 
 @pytest.mark.parametrize("correction", [True, False])
 def test_membership_comes_from_the_training_engine(make_trainer, correction):
-    """bfloat16 makes the engine disagree with the trainer about some tokens."""
-    trainer = make_trainer(
-        engine=BFLOAT16,
-        max_steps=STEPS,
-        learning_rate=1e-3,
-        vllm_importance_sampling_correction=correction,
-    )
+    """bfloat16 makes the engine disagree: eta lies between what the two say about a token."""
+    fields = {
+        "engine": BFLOAT16,
+        "learning_rate": 1e-3,
+        "vllm_importance_sampling_correction": correction,
+    }
+    trainer = make_trainer(max_steps=1, **fields)
     trainer.train()
-    num_disagreeing = 0
+    ours = trainer.kept(0, "old_per_token_logps").exp()
+    engines = trainer.kept(0, "sampling_per_token_logps").exp()
+    token = (ours - engines).abs().argmax()
+    assert (ours - engines).abs()[token] > 1e-3
+    eta = ((ours + engines) / 2)[token].item()
+
+    trainer = make_trainer(max_steps=STEPS, lopti_eta=eta, **fields)
+    trainer.train()
     for rollout in range(ROLLOUT_BATCHES):
         old_logps = trainer.kept(rollout, "old_per_token_logps")
-        sampling_logps = trainer.kept(rollout, "sampling_per_token_logps")
-        low = trainer.kept(rollout, "low_prob_mask")
         torch.testing.assert_close(old_logps, trainer.score(rollout), atol=EXACT, rtol=0)
-        assert torch.equal(low, old_logps.exp() < 0.5)
-        num_disagreeing += int((low != (sampling_logps.exp() < 0.5)).sum())
-    assert num_disagreeing > 0
+        assert torch.equal(trainer.kept(rollout, "low_prob_mask"), old_logps.exp() < eta)
+    low = trainer.kept(0, "low_prob_mask")
+    assert low[token] == (ours[token] < eta)
+    assert low[token] != (engines[token] < eta)
 
 
 @pytest.mark.parametrize("mode", ["sequence_mask", "token_truncate"])
