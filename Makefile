@@ -33,7 +33,7 @@ lint: install  ## check format, style and spelling
 	$(BIN)/codespell
 
 # loadfile: what a file sets up once is set up once
-test-fast: lint  ## the tests but for the slow ones: under five minutes
+test-fast: lint  ## the tests but for the slow ones: about three minutes
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow"
 
 test: lint  ## every test
