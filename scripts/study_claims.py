@@ -145,8 +145,8 @@ def main(analysis: Path) -> None:
     of_training(STUDY / "sweep.yaml", equal_data + equal_steps)
     swept = [f"AR, ar_alpha {alpha}" for alpha in (0.1, 0.3, 0.6)]
     swept += [f"Lopti, lopti_eta {eta}" for eta in (0.3, 0.5, 0.7)]
-    pairs = [("Lopti, high first", LOPTI), ("rare tokens only", "GRPO")]
-    pairs += [(method, "GRPO") for method in swept]
+    pairs = [("Lopti, high first", LOPTI)]
+    pairs += [(method, "GRPO") for method in ("Lopti, high first", "rare tokens only", *swept)]
     of_sweep(STUDY / "ablations.yaml", pairs, metrics)
     pairs = [
         ("DIW", "GRPO"),
